@@ -22,7 +22,7 @@ from para_core.cli.options import INPUT, flag, option
 from para_core.cli.progress import announce_imports
 from para_core.cli.torchrun import read_stated_ranks
 from para_core.cli.traces import require_new_traces
-from para_core.fleet.pipeline_info import Model
+from para_core.fleet.pipeline_info import FRAME_PARAMETERS, Model
 from para_core.fleet.request import Request, make_request
 from para_core.fleet.result_files import require_file, write_atomically
 
@@ -151,9 +151,8 @@ def _make_title(figures: dict[str, Any]) -> str:
     """Return a line with what was measured: pipeline, sizes, steps, dtype, devices and runs."""
     mesh = " × ".join(f"{name} {size}" for name, size in figures["mesh"].items() if size > 1)
     request = figures["request"]
-    sizes = [
-        str(request[name]) for name in ("width", "height", "num_frames") if request.get(name) is not None
-    ]
+    names = ("width", "height", *FRAME_PARAMETERS)
+    sizes = [str(request[name]) for name in names if request.get(name) is not None]
     parts = [figures["pipeline"]]
     if sizes:
         parts.append(" × ".join(sizes))

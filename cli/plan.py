@@ -287,6 +287,8 @@ def _make_command(
     values by name, None for those that are left out.
     """
     row = predictions.best
+    from para_core.fleet.pipeline_info import FRAME_PARAMETERS
+
     work = predictions.work
     hosts = -(-predictions.ranks // predictions.machine.per_host)
     if not row.runs or work.uncounted or predictions.ranks % hosts:
@@ -307,7 +309,7 @@ def _make_command(
         named["image"] = "input.png"
     if "height" in fields and work.sizes.width:
         named["size"] = f"{work.sizes.width}x{work.sizes.height}"
-    if "num_frames" in fields and work.steps:
+    if fields.intersection(FRAME_PARAMETERS) and work.steps:
         named["frames"] = work.sizes.frames
     if "num_inference_steps" in fields and work.steps:
         named["steps"] = work.steps

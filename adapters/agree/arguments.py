@@ -95,7 +95,7 @@ def difference_of_pipeline_calls(pipeline: str, records: list[Record]) -> str:
             f"the ranks of one mesh must call the {pipeline} with equal arguments. {fields}. For different images on "
             "different ranks give each group of ranks a mesh of its own (a slice of a larger mesh)."
         )
-    if any(name.startswith("callback") for name in names):
+    if any("callback" in name for name in names):
         return (
             f"the ranks of one mesh must call the {pipeline} with equal arguments. {fields}. Pass the callback on all "
             "ranks. What only one rank should do (show progress, save) it does after looking at the rank inside: if "

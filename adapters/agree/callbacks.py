@@ -42,14 +42,20 @@ def wrap_callbacks(
 ) -> Iterator[dict[str, Any]]:
     """Replace each callback in ``kwargs`` by ``run(callback, *args, **kwargs)`` inside the ``with`` block.
 
-    ``kwargs`` are those of a pipeline's call; callbacks are those whose names begin with ``callback``. Yields
-    the keyword arguments to call the pipeline with. ``slot`` is the slot of a callback that is an object. A
-    callback that the user passes by position, after some twenty arguments, runs unwrapped.
+    ``kwargs`` are those of a pipeline's call; callbacks are those whose names contain ``callback``, such as
+    ``prior_callback_on_step_end``. Yields the keyword arguments to call the pipeline with. ``slot`` is the slot
+    of a callback that is an object. A callback that the user passes by position, after some twenty arguments,
+    runs unwrapped.
+
+    >>> given = {"prior_callback_on_step_end": print, "prompt": "a cat"}
+    >>> with wrap_callbacks(given, Slot.CACHE, lambda callback, *args: callback("checked:", *args)) as kwargs:
+    ...     kwargs["prior_callback_on_step_end"]("step 1")
+    checked: step 1
     """
     wrapped = dict(kwargs)
     with ExitStack() as stack:
         for name, callback in kwargs.items():
-            if not name.startswith("callback") or not callable(callback):
+            if "callback" not in name or not callable(callback):
                 continue
             if hasattr(callback, "tensor_inputs"):
                 # Pipelines check the class of a PipelineCallback, so wrap its method instead of replacing it.

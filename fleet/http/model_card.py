@@ -11,10 +11,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from para_core.fleet.pipeline_info import TINY_FLUX_FIELDS, Model, find_tiny_flux
+from para_core.fleet.pipeline_info import FRAME_PARAMETERS, TINY_FLUX_FIELDS, Model, find_tiny_flux
 
 # Parameters of pipelines' calls whose defaults are shown.
-_SHOWN_DEFAULTS = ("num_inference_steps", "guidance_scale", "true_cfg_scale", "num_frames")
+_SHOWN_DEFAULTS = ("num_inference_steps", "guidance_scale", "true_cfg_scale", *FRAME_PARAMETERS)
 _EXAMPLE_PROMPTS = {
     "image": "a lighthouse on a cliff at dusk, oil painting",
     "video": "waves break on a beach, seen from above, slow camera",
