@@ -200,7 +200,10 @@ def quantize(pipe: Any) -> None:
 # -- Offload.
 
 
-def offload(pipe: Any, how: str) -> None:
+def _offload(pipe: Any, case: Case, when: str) -> None:
+    how, _, moment = case["offload"].partition("-")
+    if moment != when:
+        return
     if how == "model":
         pipe.enable_model_cpu_offload(device="cpu")
         return
@@ -264,9 +267,3 @@ def after(pipe: Any, case: Case) -> None:
     _offload(pipe, case, "after")
     if case["compile"] != "eager" and case["compile order"] == "compile-last":
         compile_denoisers(pipe, case["compile"])
-
-
-def _offload(pipe: Any, case: Case, when: str) -> None:
-    how, _, moment = case["offload"].partition("-")
-    if moment == when:
-        offload(pipe, how)
