@@ -264,9 +264,6 @@ def test_the_exchange_by_kernels_equals_one_device(rank_pool, learns):
     check_all(rank_pool, cases, 1, 2, learns=learns, run=attend_by_kernels)
 
 
-# -- Functions and modes of one dim.
-
-
 def attend_in_functions(ring, ulysses):
     """Return the result of each function and mode, whose arguments are those of SDPA, and of one with a layout."""
     mesh = cpu_mesh(ring, ulysses)

@@ -64,9 +64,6 @@ def test_library_is_imported_without_a_function(monkeypatch):
         sage_attention()
 
 
-# -- Backends by name.
-
-
 def by_name(backends, ring, ulysses, compiled):
     """Return the attention of each call with 6 query heads and 3 key heads by each library."""
     results = {}

@@ -113,9 +113,6 @@ def denoisers(pipe: Any) -> dict[str, nn.Module]:
     return {name: getattr(module, "_orig_mod", module) for name, module in modules.items() if module is not None}
 
 
-# -- Calls.
-
-
 def steps_of(case: Case) -> int:
     """Return 8 steps for PipeFusion, 4 for a cache that skips, computes and skips again, otherwise 2."""
     if case["pipefusion"] != "exact-stages":
@@ -160,9 +157,6 @@ def generate(pipe: Any, case: Case, dtype: torch.dtype | None = None) -> list[Te
     return outs
 
 
-# -- LoRA.
-
-
 def add_lora(pipe: Any) -> None:
     """Add a random LoRA that is equal on every rank and large enough to change the output measurably."""
     from peft import LoraConfig
@@ -187,17 +181,11 @@ def unload_lora(pipe: Any) -> None:
         module.unload_lora()
 
 
-# -- Weights in 8 bits.
-
-
 def quantize(pipe: Any) -> None:
     from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
     for module in denoisers(pipe).values():
         quantize_(module, Int8WeightOnlyConfig())
-
-
-# -- Offload.
 
 
 def _offload(pipe: Any, case: Case, when: str) -> None:
@@ -213,9 +201,6 @@ def _offload(pipe: Any, case: Case, when: str) -> None:
             module.enable_group_offload(cpu, offload_type="block_level", num_blocks_per_group=1)
         else:
             module.enable_group_offload(cpu, offload_type="leaf_level")
-
-
-# -- Compiling.
 
 
 def compile_denoisers(pipe: Any, how: str) -> None:
@@ -236,9 +221,6 @@ def uncompile(pipe: Any) -> None:
         setattr(pipe, name, module)
         for part in module.modules():
             part._compiled_call_impl = None
-
-
-# -- The changes in the order of a user's program.
 
 
 def before(pipe: Any, case: Case) -> None:

@@ -80,9 +80,6 @@ def test_on_one_rank_it_is_sparse_too_and_share_may_be_of_numpy():
             assert relative_error(F.scaled_dot_product_attention(*case.qkv()), case.on_one_device()) < 1e-5
 
 
-# -- Bytes and waits.
-
-
 def waits(func, args):
     """Whether the host waits for an accelerator: for a value, or for the number of positions of a bool index."""
     indices = args[1] if func.overloadpacket in (aten.index, aten.index_put, aten.index_put_) else ()

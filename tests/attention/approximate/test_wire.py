@@ -67,9 +67,6 @@ def test_gradients_are_exact_and_a_graph_rounds_as_eager_code(rank_pool):
         assert relative_error(rounded[0][0], eager[0][0]) < 1e-6
 
 
-# -- Bytes and launches.
-
-
 def count_bytes(dtype):
     mesh = cpu_mesh(2, 2)
     qkv = [x.bfloat16().tensor_split(4, dim=2)[mesh.get_rank()] for x in make_qkv(64, 4, 16, B=2)]
