@@ -26,7 +26,7 @@ from tests.tiny import (
 )
 from zoo.flux.models import CLIP_WIDTH, T5_WIDTH
 from zoo.tiny import pipelines
-from zoo.tiny.base import TEXT_WIDTH
+from zoo.tiny.base import TEXT_WIDTH, noise, valid
 from zoo.tiny.pipelines.components import TinyPipeline
 from zoo.tiny.pipelines.options import instead_of_text, random_image
 from zoo.tiny.pipelines.shelf import SHELF_PIPELINES
@@ -194,14 +194,6 @@ def test_every_supported_pipeline_is_tried_or_named():
     assert on_them - NOT_TRIED == tried - on_the_shelf
 
 
-def noise(*shape):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(shape[-1]))
-
-
-def mask(*lengths, total=13):
-    return torch.tensor([[index < length for index in range(total)] for length in lengths])
-
-
 TWO = {"prompt": ["a red circle", "a large blue square on black, and a small green triangle"]}
 
 
@@ -239,7 +231,7 @@ CALLS = {
         "embeddings given": {
             "prompt": None,
             "prompt_embeds": noise(2, 13, TEXT_WIDTH),
-            "prompt_attention_mask": mask(13, 5),
+            "prompt_attention_mask": valid((13, 5), total=13),
             "pooled_prompt_embeds": noise(2, CLIP_WIDTH),
         },
     },
@@ -257,9 +249,9 @@ CALLS = {
             "prompt": None,
             "negative_prompt": None,
             "prompt_embeds": noise(2, 13, TEXT_WIDTH),
-            "prompt_embeds_mask": mask(13, 4).long(),
+            "prompt_embeds_mask": valid((13, 4), total=13, dtype=torch.long),
             "negative_prompt_embeds": -noise(2, 11, TEXT_WIDTH),
-            "negative_prompt_embeds_mask": mask(2, 7, total=11).long(),
+            "negative_prompt_embeds_mask": valid((2, 7), total=11, dtype=torch.long),
         }
     },
 }

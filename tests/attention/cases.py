@@ -8,11 +8,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from para_core import Segment, SequenceLayout, UnifiedAttnMode
 from tests.attention.one_device import make_qkv, relative_error
 from tests.rank_pool import heartbeat
+from tests.tiny import cpu_mesh
 
 # Each mesh is (ring, ulysses).
 MESHES = [(2, 1), (1, 2), (3, 1), (1, 3), (4, 1), (1, 4), (2, 2)]
@@ -226,7 +226,7 @@ def compiled_sdpa(compile_with: str | None) -> Any:
 
 def attend(cases, ring, ulysses, learns, compile_with, options):
     """Return the whole result of each case, and if it learns, this rank's gradients of a loss of its own."""
-    mesh, results = make_mesh(ring, ulysses), []
+    mesh, results = cpu_mesh(ring, ulysses), []
     for case in cases:
         heartbeat()
         layouts = case.layouts(ring * ulysses)
@@ -245,10 +245,6 @@ def attend(cases, ring, ulysses, learns, compile_with, options):
             (out * held(case.weight(mesh.get_rank()), -2, layouts[0], mesh.get_rank())).sum().backward()
         results.append((whole, _grads(parts)))
     return results
-
-
-def make_mesh(ring: int, ulysses: int) -> DeviceMesh:
-    return init_device_mesh("cpu", (ring, ulysses), mesh_dim_names=("ring", "ulysses"))
 
 
 def _grads(inputs: list[Tensor]) -> list[Tensor]:

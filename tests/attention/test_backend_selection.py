@@ -26,8 +26,6 @@ from tests.attention.one_device import relative_error
 from tests.kernels.attention_cases import by_formula, error, make
 from tests.kernels.interpreted import interpreted
 
-# -- A backend that is named.
-
 
 def test_the_named_backend_computes_on_one_rank(monkeypatch):
     """Check a named backend on one rank with a mask, shared heads, more keys than queries, and gradients."""
@@ -115,9 +113,6 @@ def test_a_backend_refuses_what_it_cannot_compute(name):
     call, message = REFUSED[name]
     with pytest.raises((RuntimeError, TypeError, ValueError), match=message):
         call()
-
-
-# -- The Triton kernel behind the functions of this package.
 
 
 def test_triton_runs_on_one_rank_eager_and_in_a_graph():

@@ -20,7 +20,7 @@ from tests.attention.cases import (
     Case,
     Mask,
     check_all,
-    make_mesh,
+    cpu_mesh,
     own_attention,
 )
 from tests.attention.one_device import make_qkv
@@ -114,7 +114,7 @@ HOPS = [
 
 
 def count_traffic(backward):
-    mesh, sent = make_mesh(4, 1), []
+    mesh, sent = cpu_mesh(4, 1), []
     qkv = [x.chunk(4, dim=2)[mesh.get_rank()].requires_grad_(backward) for x in make_qkv(16, 2, 8)]
     for blocks, _ in HOPS:
         with BlockSparseAttnMode(mesh, blocks, block_size=4, assume_equal=True), Traffic() as traffic:
@@ -147,7 +147,7 @@ REFUSED = [
 
 
 def attend_badly():
-    mesh = make_mesh(2, 1)
+    mesh = cpu_mesh(2, 1)
     qkv = [x.chunk(2, dim=2)[mesh.get_rank()] for x in make_qkv(16, 2, 8)]
     for of_ranks, size, message in REFUSED:
         blocks = of_ranks[mesh.get_rank()] if isinstance(of_ranks, list) else of_ranks

@@ -23,7 +23,7 @@ from tests.attention.cases import (
     Mask,
     attend,
     check_all,
-    make_mesh,
+    cpu_mesh,
     own_attention,
 )
 from tests.attention.one_device import make_qkv, relative_error
@@ -235,7 +235,7 @@ def test_a_call_in_one_graph_equals_one_device(rank_pool, ring, ulysses, learns,
 
 
 def attend_around_a_ring(*qkv):
-    with torch.no_grad(), UnifiedAttnMode(make_mesh(torch.distributed.get_world_size(), 1)) as cp:
+    with torch.no_grad(), UnifiedAttnMode(cpu_mesh(torch.distributed.get_world_size(), 1)) as cp:
         return cp.gather(F.scaled_dot_product_attention(*[cp.shard(x, dim=2) for x in qkv]), dim=2)
 
 
@@ -264,12 +264,9 @@ def test_the_exchange_by_kernels_equals_one_device(rank_pool, learns):
     check_all(rank_pool, cases, 1, 2, learns=learns, run=attend_by_kernels)
 
 
-# -- Functions and modes of one dim.
-
-
 def attend_in_functions(ring, ulysses):
     """Return the result of each function and mode, whose arguments are those of SDPA, and of one with a layout."""
-    mesh = make_mesh(ring, ulysses)
+    mesh = cpu_mesh(ring, ulysses)
     layout = SequenceLayout((Segment("text", 4, replicated=True), Segment("image", 8)), mesh.size())
     parts = [x.chunk(mesh.size(), dim=-2)[mesh.get_rank()] for x in make_qkv(12, 4)]
     names = ["unified", *(["ring"] if ulysses == 1 else []), *(["ulysses"] if ring == 1 else [])]

@@ -10,7 +10,7 @@ from benchmarks.harness import fake_group
 from para_core import UnifiedAttnMode, init_context_parallel_mesh, unified_attention
 from para_core.attention import operator
 from para_core.attention.ring import Ring
-from tests.attention.cases import check_all, make_mesh, own_attention
+from tests.attention.cases import check_all, cpu_mesh, own_attention
 from tests.attention.one_device import make_qkv, relative_error
 from tests.attention.test_exactness import calls_of, ways
 
@@ -32,7 +32,7 @@ def cancelling_gradients(inputs, dims, options, compiled):
     if compiled:
         attend = torch.compile(attend, fullgraph=True, backend="aot_eager")
     backends = [SDPBackend.MATH, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
-    with sdpa_kernel(backends[: 1 if mask is None else None]), UnifiedAttnMode(make_mesh(*dims), **options) as cp:
+    with sdpa_kernel(backends[: 1 if mask is None else None]), UnifiedAttnMode(cpu_mesh(*dims), **options) as cp:
         tokens = cp.sequence(qkv[0].shape[2])
         attend(*qkv).sum().backward()
     return [x.grad for x in (*qkv, mask) if x is not None]
@@ -72,7 +72,7 @@ def learn_scale(ring, ulysses):
     def with_own_scale(query, key, value, **options):
         return own_attention(query * scale, key, value, **options)
 
-    mesh = make_mesh(ring, ulysses)
+    mesh = cpu_mesh(ring, ulysses)
     qkv = [x.chunk(2, dim=2)[mesh.get_rank()] for x in make_qkv(12, 4)]
     with UnifiedAttnMode(mesh, attn_func=with_own_scale):
         F.scaled_dot_product_attention(*qkv).square().sum().backward()
@@ -88,7 +88,7 @@ def test_what_the_users_function_captures_gets_its_gradient(rank_pool, ring, uly
 
 def transform(ring, ulysses, assume_equal):
     """Return the gradient that torch.func takes. Other transforms, and second derivatives, raise."""
-    mesh = make_mesh(ring, ulysses)
+    mesh = cpu_mesh(ring, ulysses)
     q, k, v = (x.chunk(2, dim=2)[mesh.get_rank()].clone() for x in make_qkv(12, 4))
 
     def attend(q):

@@ -7,15 +7,15 @@ import torch.nn.functional as F
 from benchmarks.pipelines.traffic import CountedAttention, Tokens, bytes_of_attention
 from para_core import Segment, SequenceLayout, UnifiedAttnMode
 from para_core.adapters.planner.mesh import MeshShape
-from tests.attention.cases import make_mesh
 from tests.attention.one_device import make_qkv
 from tests.attention.test_traffic import Traffic, sizes
+from tests.tiny import cpu_mesh
 
 B, H, D, E = 2, 5, 8, 4
 
 
 def count(ring, num_text):
-    mesh = make_mesh(ring, 1)
+    mesh = cpu_mesh(ring, 1)
     layout = SequenceLayout((Segment("text", num_text, replicated=True), Segment("image", 13)), ring)
     qkv = [x.requires_grad_() for x in make_qkv(layout.size(mesh.get_rank()), H, D, B=B)]
     counted = []

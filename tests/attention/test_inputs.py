@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import para_core
 from para_core import BatchParallelAttnMode, UnifiedAttnMode, unified_attention
 from para_core.attention.sdpa_call import SdpaCall
-from tests.attention.cases import make_mesh, own_attention
+from tests.attention.cases import cpu_mesh, own_attention
 from tests.attention.one_device import make_qkv, relative_error
 
 sdpa = F.scaled_dot_product_attention
@@ -44,7 +44,7 @@ IN_AUTOCAST = {
 
 
 def attend_oddly(ring, ulysses):
-    mesh = make_mesh(ring, ulysses)
+    mesh = cpu_mesh(ring, ulysses)
     qkv = own(mesh, make_qkv(12, 4))
     with torch.no_grad(), UnifiedAttnMode(mesh):
         outs = {name: call(*qkv) for name, call in ODD.items()}
@@ -77,7 +77,7 @@ def test_inputs_of_sdpa_are_accepted(rank_pool, ring, ulysses):
 
 def attend_in_autocast(ring, ulysses):
     """Return whether a 16-bit call and its gradients have the same bits in autocast, for each mode."""
-    mesh, equal = make_mesh(ring, ulysses), []
+    mesh, equal = cpu_mesh(ring, ulysses), []
     for name, options in (("UnifiedAttnMode", {}), ("SparseKVAttnMode", {"share": 0.2, "window": 12})):
         results = []
         for enabled in (True, False):
@@ -106,7 +106,7 @@ def small_masks(S):
 
 
 def attend_with_small_masks(ring, ulysses):
-    mesh, outs = make_mesh(ring, ulysses), []
+    mesh, outs = cpu_mesh(ring, ulysses), []
     for S in (2, 3, 4):
         with torch.no_grad(), UnifiedAttnMode(mesh) as cp:
             parts = [cp.shard(x, dim=2) for x in make_qkv(S, 4)]
@@ -132,7 +132,7 @@ def test_masks_of_few_entries_are_accepted(rank_pool, ring, ulysses):
 def attend_with_declared_masks(ring, ulysses):
     outs, padding = [], torch.arange(9) < 5
     q, k, v = make_qkv(13, 4, S_k=9)
-    with torch.no_grad(), UnifiedAttnMode(make_mesh(ring, ulysses)) as cp:
+    with torch.no_grad(), UnifiedAttnMode(cpu_mesh(ring, ulysses)) as cp:
         k = cp.replicated(k)
         part = cp.shard(q, dim=2)
         outs.append(cp.gather(sdpa(part, k, v), dim=2))
@@ -160,7 +160,7 @@ def test_replicated_keys_and_local_masks_are_declared(rank_pool, ring, ulysses):
 
 def attend_by_own(ring, ulysses):
     """Return the result of an attention that doubles, and how often it was tried out."""
-    mesh, probes = make_mesh(ring, ulysses), []
+    mesh, probes = cpu_mesh(ring, ulysses), []
 
     def doubled(query, *args, **options):
         if query.shape[-2] == 2:
@@ -189,7 +189,7 @@ def with_none(*args, **options):
 
 
 def attend_without_lse(ring, ulysses, is_causal, attn_func=without_lse):
-    mesh = make_mesh(ring, ulysses)
+    mesh = cpu_mesh(ring, ulysses)
     qkv = [x.tensor_split(mesh.size(), dim=2)[mesh.get_rank()] for x in make_qkv(5, 4)]
     with torch.no_grad(), UnifiedAttnMode(mesh, attn_func=attn_func) as cp, cp.using(cp.sequence(5)):
         return sdpa(*qkv, is_causal=is_causal)
@@ -217,7 +217,7 @@ def test_own_attention_computes_and_needs_lse_for_a_ring(rank_pool):
 
 
 def refuse():
-    mesh = make_mesh(1, 2)
+    mesh = cpu_mesh(1, 2)
     q, k, v = own(mesh, make_qkv(12, 4))
     nested = torch.nested.nested_tensor([torch.ones(3, 4), torch.ones(5, 4)], layout=torch.jagged)
     with warnings.catch_warnings(action="ignore"):  # It has no shape and no strides.
@@ -259,7 +259,7 @@ def test_other_tensors_and_options_of_one_rank_are_refused(rank_pool):
 
 
 def pin_a_backend(ring, ulysses, heads, assume_equal):
-    mesh = make_mesh(ring, ulysses)
+    mesh = cpu_mesh(ring, ulysses)
     q, k, v = own(mesh, make_qkv(12, heads))
     with torch.no_grad(), UnifiedAttnMode(mesh, assume_equal=assume_equal) as cp:
         sdpa(q, k, v)  # The mode knows this sequence before the switch.
@@ -277,7 +277,7 @@ def test_missing_pinned_backend_raises_on_idle_ranks(rank_pool, ring, ulysses, h
 
 def compile_odd_calls():
     """Compile calls that no backend computes, that need the mode outside, or that own attention refuses."""
-    mesh = make_mesh(1, 2)
+    mesh = cpu_mesh(1, 2)
     qkv, lower = own(mesh, make_qkv(12, 4)), torch.ones(4, 4, dtype=torch.bool).tril()
 
     def inside(q, k, v):

@@ -15,8 +15,8 @@ from benchmarks.attention.large_worlds import call as call_on_a_world
 from benchmarks.harness import fake_group
 from para_core import UnifiedAttnMode
 from para_core.recorder.run_counter import RunCounter
-from tests.attention.cases import make_mesh
 from tests.launches import count_attention
+from tests.tiny import cpu_mesh
 
 
 @torch.library.custom_op("para_core_test::twice_and_one", mutates_args=())
@@ -126,7 +126,7 @@ def test_python_calls_of_a_ring_grow_with_its_blocks(method):
     counts = []
     for ranks in (8, 64):
         with fake_group(ranks):
-            cost = call_on_a_world(make_mesh(ranks, 1), {"rotate_method": method})
+            cost = call_on_a_world(cpu_mesh(ranks, 1), {"rotate_method": method})
         counts.append(cost["call, functions"])
     # Eight times as many, and not the square of that.
     assert counts[1] < 10 * counts[0]
@@ -155,7 +155,7 @@ def trace_call(kind, assume_equal):
             if path.is_relative_to(ROOT):
                 files.add(str(path.relative_to(ROOT)))
 
-    mesh = make_mesh(2, 1) if kind == "ring" else make_mesh(1, 2)
+    mesh = cpu_mesh(2, 1) if kind == "ring" else cpu_mesh(1, 2)
     with torch.no_grad(), UnifiedAttnMode(mesh, assume_equal=assume_equal) as cp:
         q = cp.shard(torch.randn(1, 4, 16, 8, generator=torch.Generator().manual_seed(0)), dim=2)
         for _ in range(2):

@@ -17,7 +17,7 @@ from para_core.attention.backends.flash3 import flash_attention_3
 from para_core.attention.backends.flash4 import flash_attention_4
 from para_core.attention.backends.sage import sage_attention
 from tests.attention import fake_libraries
-from tests.attention.cases import CAUSAL, make_mesh
+from tests.attention.cases import CAUSAL, cpu_mesh
 from tests.attention.fake_libraries import PLACES, flash_attn_3, flash_attn_4, libraries_installed, sageattn
 from tests.attention.one_device import make_qkv, relative_error
 
@@ -64,9 +64,6 @@ def test_library_is_imported_without_a_function(monkeypatch):
         sage_attention()
 
 
-# -- Backends by name.
-
-
 def by_name(backends, ring, ulysses, compiled):
     """Return the attention of each call with 6 query heads and 3 key heads by each library."""
     results = {}
@@ -75,7 +72,7 @@ def by_name(backends, ring, ulysses, compiled):
         attend = F.scaled_dot_product_attention
         attend = torch.compile(attend, backend="aot_eager", fullgraph=True) if compiled else attend
         for index, (queries, keys, options) in enumerate(CALLS[: 2 if compiled else 4]):
-            mesh = make_mesh(ring, ulysses)
+            mesh = cpu_mesh(ring, ulysses)
             with libraries_installed() as calls, torch.no_grad(), UnifiedAttnMode(mesh, backend=backend) as cp:
                 shards = [cp.shard(x, dim=2) for x in make(queries, keys, heads=6)]
                 out = attend(*shards, **options, enable_gqa=True)
@@ -98,7 +95,7 @@ def test_libraries_by_name_equal_one_device(rank_pool, backends, ring, ulysses, 
 
 def gradients(backend):
     tensors = [x.requires_grad_() for x in make_qkv(13, 2, seed=0)]
-    with libraries_installed() as calls, UnifiedAttnMode(make_mesh(2, 1), backend=backend) as cp:
+    with libraries_installed() as calls, UnifiedAttnMode(cpu_mesh(2, 1), backend=backend) as cp:
         out = F.scaled_dot_product_attention(*[cp.shard(x, dim=2) for x in tensors])
         out.square().sum().backward()
     for x in tensors:
@@ -117,7 +114,7 @@ def test_a_gradient_is_exact(rank_pool, backend, computes):
 
 def refused():
     """Check the errors of each backend about the mode, a mask, the CPU and float32."""
-    mesh, ways_out = make_mesh(2, 1), {"flash3": "hopper/", "flash4": "flash-attn-4", "sage": "2.1.1"}
+    mesh, ways_out = cpu_mesh(2, 1), {"flash3": "hopper/", "flash4": "flash-attn-4", "sage": "2.1.1"}
     for backend in PLACES:
         with pytest.raises(ImportError) as missing:
             UnifiedAttnMode(mesh, backend=backend)

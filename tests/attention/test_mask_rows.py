@@ -8,8 +8,8 @@ import torch.nn.functional as F
 
 from para_core import UnifiedAttnMode
 from para_core.layout.sequence import even_layout
-from tests.attention.cases import make_mesh
 from tests.attention.one_device import make_qkv, relative_error
+from tests.tiny import cpu_mesh
 
 CAUSAL = torch.ones(8, 8, dtype=torch.bool).tril()
 KEYS = torch.arange(8) < 5
@@ -59,7 +59,7 @@ UNKNOWN = {
 def attend(inference):
     """Return the result of each mask that is followed or has equal rows. Check that others raise."""
     outs = {}
-    with torch.inference_mode(inference), UnifiedAttnMode(make_mesh(1, 2)) as cp:
+    with torch.inference_mode(inference), UnifiedAttnMode(cpu_mesh(1, 2)) as cp:
         qkv = [cp.shard(x, dim=2) for x in make_qkv(8, 4)]
 
         def run(mask):

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from para_core import Segment, SequenceLayout, UnifiedAttnMode
-from tests.attention.cases import CAUSAL, make_mesh
+from tests.attention.cases import CAUSAL, cpu_mesh
 from tests.attention.one_device import make_qkv
 from tests.operators import Operators
 
@@ -84,7 +84,7 @@ ROWS = [
 def count(rows, backward):
     counted = []
     for dims, segments, options, of_mode, _ in rows:
-        mesh = make_mesh(*dims)
+        mesh = cpu_mesh(*dims)
         layout = SequenceLayout(tuple(Segment(*segment) for segment in segments), mesh.size())
         qkv = [x.requires_grad_(backward) for x in make_qkv(layout.size(mesh.get_rank()), H, D, B=B)]
         mode = UnifiedAttnMode(mesh, layout=layout, assume_equal=True, **of_mode)
@@ -113,7 +113,7 @@ def test_a_call_sends_the_documented_bytes(rank_pool, ranks, backward):
 
 
 def count_exchanges(ring, ulysses):
-    mesh, counts = make_mesh(ring, ulysses), []
+    mesh, counts = cpu_mesh(ring, ulysses), []
     qkv = [x.chunk(mesh.size(), dim=2)[mesh.get_rank()] for x in make_qkv(16, H, D, B=B)]
     for assume_equal in (False, True):
         with torch.no_grad(), UnifiedAttnMode(mesh, assume_equal=assume_equal), Traffic() as traffic:
@@ -144,7 +144,7 @@ def copied(operators):
 
 
 def count_copies(ring, ulysses):
-    mesh = make_mesh(ring, ulysses)
+    mesh = cpu_mesh(ring, ulysses)
     # Models pass [B, S, H, D] with heads and tokens swapped.
     q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in make_qkv(6, 4, D, B=B))
     with torch.no_grad(), UnifiedAttnMode(mesh, assume_equal=True), Operators() as of_call:
@@ -194,7 +194,7 @@ class Buffers(TorchDispatchMode):
 
 
 def count_blocks():
-    mesh, most = make_mesh(4, 1), []
+    mesh, most = cpu_mesh(4, 1), []
     for backward in (False, True):
         qkv = [x.chunk(4, dim=2)[mesh.get_rank()].clone().requires_grad_(backward) for x in make_qkv(16, 2)]
         with torch.set_grad_enabled(backward), UnifiedAttnMode(mesh, assume_equal=True), Buffers() as buffers:

@@ -4,34 +4,23 @@ import re
 
 import pytest
 import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from para_core.distributed.agree import agree, exchange, together
 from para_core.distributed.mesh import sequence_mesh
 from para_core.distributed.records import Signature
 from tests.modes.outcomes import outcome
+from tests.operators import Operators
 from tests.tiny import cpu_mesh
 
 
-class Gathered(TorchDispatchMode):
-    """A counter of all-gathers and of the bytes that each receives from one rank."""
-
-    def __init__(self):
-        super().__init__()
-        self.bytes = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if "gather" in func.__name__:
-            self.bytes.append(args[1].numel())
-        return func(*args, **(kwargs or {}))
-
-
 def agree_on_a_mesh(ring, ulysses):
+    """Return what the ranks agree on, and the bytes that each all-gather of the first call receives from one rank."""
     mesh = sequence_mesh(cpu_mesh(ring, ulysses))
     same = Signature.of({"shape": [1, 2, 3], "a long value": "x" * 10_000})
-    with Gathered() as gathered:
+    with Operators() as ran:
         own = agree(same, mesh, (10 * dist.get_rank(), -1))
-    return own, agree(same, mesh), gathered.bytes
+    gathered = [args[1].numel() for func, args, _ in ran.calls if "gather" in func.__name__]
+    return own, agree(same, mesh), gathered
 
 
 @pytest.mark.parametrize(("ring", "ulysses"), [(1, 2), (2, 2)])

@@ -14,6 +14,7 @@ from para_core.fleet.recipe import Recipe
 from para_core.fleet.request import Request
 from para_core.fleet.work import call_pipe
 from para_core.launcher.errors import RankDied
+from tests.weights.pipes import bytes_of
 
 pytestmark = pytest.mark.slow
 
@@ -25,11 +26,6 @@ LINES = [Line(number, Request({"prompt": text, **SIZE}, seed=number)) for number
 
 def image(pipe, line):
     return np.asarray(call_pipe(pipe, [line.request]).images[0])
-
-
-def memory_of(*modules):
-    tensors = [x for module in modules for x in module.parameters()]
-    return sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}.values())
 
 
 def attached(recipe=Recipe(FLUX), *limits):  # noqa: B008, a frozen value
@@ -57,7 +53,7 @@ def test_encoding_first_gives_the_images_of_one_by_one(options, max_bytes, sizes
         num_calls = len(calls)
         for line in batch:
             assert np.array_equal(image(pipe, line), image(plain, line)), line.number
-            held.append(memory_of(pipe.text_encoder, pipe.text_encoder_2))
+            held.append(bytes_of(pipe.text_encoder, pipe.text_encoder_2))
         assert len(calls) == num_calls
     assert (batches, len(calls)) == (sizes, encoded)
     # Each parked parameter has one element.
@@ -92,6 +88,6 @@ def test_ranks_that_end_while_they_encode_end_the_batches_and_other_prompts_rais
 @pytest.mark.parametrize("options", [{"text_encoders": "replicate"}, {"offload": "blocks"}])
 def test_placed_text_encoders_stay_where_they_are(options):
     encode_first, pipe = attached(Recipe(FLUX, **options))
-    before = memory_of(pipe.text_encoder_2)
+    before = bytes_of(pipe.text_encoder_2)
     assert list(encode_batches(LINES[:2], encode_first)) == [LINES[:2]]
-    assert memory_of(pipe.text_encoder_2) == before
+    assert bytes_of(pipe.text_encoder_2) == before

@@ -246,8 +246,7 @@ def test_command_prints_the_warning_once(capsys, tmp_path):
     path.write_text("a\nb\nc\n")
     command = ["generate", "--negative-prompt", "text", "--dry-run", "--out", str(tmp_path)]
     assert run([*command, "--prompts", str(path)]) == 0
-    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: ")]
-    assert len(lines) == 1
-    assert "true_cfg_scale" in lines[0]
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: ")]
+    assert "true_cfg_scale" in line
     assert run([*command, "--prompt", "a", "--set", "true_cfg_scale=2"]) == 0
     assert "warning: " not in capsys.readouterr().out

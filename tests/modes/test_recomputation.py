@@ -44,9 +44,6 @@ def of_all_ranks(parameter):
     return parameter.grad / dist.get_world_size()
 
 
-# -- Ways to call it.
-
-
 def call_unbound(cp, block, x, reentrant):
     return checkpoint(block, x, use_reentrant=reentrant)
 

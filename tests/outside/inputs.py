@@ -9,10 +9,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 import transformers
-from torch import Tensor, nn
+from torch import nn
 
 from tests.outside import official, others
-from zoo.tiny.base import fill
+from zoo.tiny.base import fill, noise
 
 # Calls of the first two sizes propose a plan, and a call of the last size is compared. Neither 2 nor 3 ranks divide 35
 # patches, 175 patches of a video, or 37 token ids.
@@ -32,10 +32,6 @@ class Builder:
 
     make: Callable[[], nn.Module]
     inputs: Callable[[int], dict[str, Any]]
-
-
-def noise(*shape: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
 
 
 def ids(size: int) -> dict[str, Any]:

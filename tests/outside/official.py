@@ -1,8 +1,4 @@
-"""Stand-ins for official repositories: FLUX, Wan 2.1, HunyuanVideo, Mochi, Stable Diffusion 3.5, DiT.
-
-Names of modules, arguments of blocks and the place where positions enter are those of the official code. Widths are
-tiny.
-"""
+"""Tiny stand-ins for official repositories: FLUX, Wan 2.1, HunyuanVideo, Mochi, Stable Diffusion 3.5, DiT."""
 
 from __future__ import annotations
 
@@ -300,8 +296,7 @@ class MMDoubleStreamBlock(DoubleStreamBlock):
         q = torch.cat([rotate(img_q, cos, sin), txt_q], dim=1)
         k = torch.cat([rotate(img_k, cos, sin), txt_k], dim=1)
         v = torch.cat([img_v, txt_v], dim=1)
-        lengths = (cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv)
-        attn = attention(q, k, v, *lengths)
+        attn = attention(q, k, v, cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv)
         img_attn, txt_attn = attn[:, : img.shape[1]], attn[:, img.shape[1] :]
         img = img + img_gate[:, None] * self.img_mlp(img + img_attn)
         txt = txt + txt_gate[:, None] * self.txt_mlp(txt + txt_attn)
@@ -326,8 +321,7 @@ class MMSingleStreamBlock(SingleStreamBlock):
         cos, sin = (y[None, :, None] for y in freqs_cis)
         q = torch.cat([rotate(q[:, :-txt_len], cos, sin), q[:, -txt_len:]], dim=1)
         k = torch.cat([rotate(k[:, :-txt_len], cos, sin), k[:, -txt_len:]], dim=1)
-        lengths = (cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv)
-        attn = attention(q, k, v, *lengths)
+        attn = attention(q, k, v, cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv)
         return x + gate[:, None] * self.linear2(torch.cat([attn, F.gelu(hidden)], dim=-1))
 
 

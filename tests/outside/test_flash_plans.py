@@ -6,19 +6,15 @@ import pytest
 
 from para_core import check_parallel
 from para_core.adapters import propose_plan
-from tests.modes.fake_flash_attn import flash_attn_func
 from tests.outside import official
 from tests.outside.inputs import build, inputs_of
-
-
-def flash(q, k, v, mask=None):
-    return flash_attn_func(q, k, v).flatten(2)
+from tests.outside.recipes import flash_of_all
 
 
 @pytest.mark.slow
 def test_flash_attn_model_gets_an_exact_plan():
     model = build("FLUX")
-    with mock.patch.object(official, "sdpa", flash):
+    with mock.patch.object(official, "sdpa", flash_of_all):
         proposal = propose_plan(model, (inputs_of("FLUX", 0), inputs_of("FLUX", 1)))
         assert proposal.plan is not None
         check = check_parallel(model, plan=proposal.plan, ranks=(2, 3), **inputs_of("FLUX"))

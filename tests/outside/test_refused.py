@@ -7,12 +7,13 @@ import torch
 import transformers
 from torch import nn
 
-from para_core import UnifiedAttnMode, check_parallel
+from para_core import check_parallel
 from tests.outside import official
-from tests.outside.inputs import build, inputs_of, noise
+from tests.outside.inputs import build, inputs_of
+from tests.outside.recipes import between
 from tests.rank_pool import RankPoolError
 from tests.tiny import cpu_mesh
-from zoo.tiny.base import fill
+from zoo.tiny.base import fill, noise
 
 
 def error_on_every_rank(rank_pool, function, *arguments):
@@ -22,17 +23,10 @@ def error_on_every_rank(rank_pool, function, *arguments):
     return raised.value.errors[0]
 
 
-def between_layers(first, last, model, *inputs, **kwargs):
-    with torch.no_grad(), UnifiedAttnMode(cpu_mesh(2, 1)) as cp:
-        model.get_submodule(first).register_forward_pre_hook(lambda _, args: (cp.shard(args[0], dim=1), *args[1:]))
-        model.get_submodule(last).register_forward_hook(lambda _, args, x: cp.gather(x, dim=1))
-        return model(*inputs, **kwargs)
-
-
 def t5():
     small = {"d_model": 32, "d_kv": 8, "num_heads": 4, "num_layers": 2, "d_ff": 48, "vocab_size": 64}
     model = fill(transformers.T5EncoderModel(transformers.T5Config(**small)), seed=1)
-    between_layers("encoder.block.0", "encoder.block.1", model, inputs_of("Qwen3")["input_ids"])
+    between("encoder.block.0", "encoder.block.1")(model, inputs_of("Qwen3"), cpu_mesh(2, 1))
 
 
 def test_t5_makes_its_bias_from_local_lengths_and_raises(rank_pool):
@@ -58,7 +52,7 @@ def by_softmax():
     model = fill(nn.Sequential(BySoftmax(), BySoftmax()), seed=1)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        between_layers("0", "1", model, noise(2, 31, official.WIDTH))
+        between("0", "1")(model, {"input": noise(2, 31, official.WIDTH)}, cpu_mesh(2, 1))
 
 
 def test_softmax_by_hand_is_reported(rank_pool):

@@ -22,7 +22,8 @@ from para_core.distributed.mesh import sequence_mesh
 from para_core.plans.apply import apply_plan, remove_plan
 from para_core.plans.plan import AttentionByHeads
 from tests.adapters.propose.models import attend
-from tests.tiny import cpu_mesh, fill, flux_inputs, flux_transformer, relative_error
+from tests.tiny import cpu_mesh, flux_inputs, flux_transformer, relative_error
+from zoo.tiny.base import fill, noise
 
 
 @dataclass
@@ -34,10 +35,6 @@ class Example:
     calls: Callable[[], Iterable[Any]]
     reference: Callable[[], nn.Module] | None = None
     learns: bool = False
-
-
-def noise(*shape: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(math.prod(shape)))
 
 
 class RotatedBlock(nn.Module):

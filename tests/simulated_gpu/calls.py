@@ -64,9 +64,6 @@ def _compared(parallel: Counted, alone: Counted) -> Call:
     return Call(error, added, {kind: dict(counts.lines[kind] - own.lines[kind]) for kind in KINDS})
 
 
-# -- Attention.
-
-
 @dataclass(frozen=True)
 class Attention:
     """One intercepted call. Sizes are those of the whole sequence."""
@@ -137,9 +134,6 @@ def _mask(case: Attention) -> Tensor | None:
     return None
 
 
-# -- Transformers.
-
-
 def call_transformer(name: str, ring: int, ulysses: int) -> Call:
     """Call a model once to warm up and once counted, alone and on the mesh."""
     frames = 6 if name == "cogvideox 1.5" else 3
@@ -159,9 +153,6 @@ def call_transformer(name: str, ring: int, ulysses: int) -> Call:
         parallel = call()
         unparallelize_transformer(model)
     return _compared(parallel, alone)
-
-
-# -- Pipelines.
 
 
 def _on_gpu(name: str, dtype: torch.dtype, quantize: bool) -> tuple[Any, dict[str, Any]]:

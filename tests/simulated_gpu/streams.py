@@ -195,9 +195,6 @@ def same_bytes(x: Tensor, y: Tensor) -> bool:
     return torch.equal(x.contiguous().view(-1).view(torch.uint8), y.contiguous().view(-1).view(torch.uint8))
 
 
-# -- Accesses.
-
-
 def _key(x: Tensor) -> int:
     return x.untyped_storage()._cdata
 

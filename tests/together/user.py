@@ -113,9 +113,6 @@ def denoisers(pipe: Any) -> dict[str, nn.Module]:
     return {name: getattr(module, "_orig_mod", module) for name, module in modules.items() if module is not None}
 
 
-# -- Calls.
-
-
 def steps_of(case: Case) -> int:
     """Return 8 steps for PipeFusion, 4 for a cache that skips, computes and skips again, otherwise 2."""
     if case["pipefusion"] != "exact-stages":
@@ -160,9 +157,6 @@ def generate(pipe: Any, case: Case, dtype: torch.dtype | None = None) -> list[Te
     return outs
 
 
-# -- LoRA.
-
-
 def add_lora(pipe: Any) -> None:
     """Add a random LoRA that is equal on every rank and large enough to change the output measurably."""
     from peft import LoraConfig
@@ -187,9 +181,6 @@ def unload_lora(pipe: Any) -> None:
         module.unload_lora()
 
 
-# -- Weights in 8 bits.
-
-
 def quantize(pipe: Any) -> None:
     from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
@@ -197,10 +188,10 @@ def quantize(pipe: Any) -> None:
         quantize_(module, Int8WeightOnlyConfig())
 
 
-# -- Offload.
-
-
-def offload(pipe: Any, how: str) -> None:
+def _offload(pipe: Any, case: Case, when: str) -> None:
+    how, _, moment = case["offload"].partition("-")
+    if moment != when:
+        return
     if how == "model":
         pipe.enable_model_cpu_offload(device="cpu")
         return
@@ -210,9 +201,6 @@ def offload(pipe: Any, how: str) -> None:
             module.enable_group_offload(cpu, offload_type="block_level", num_blocks_per_group=1)
         else:
             module.enable_group_offload(cpu, offload_type="leaf_level")
-
-
-# -- Compiling.
 
 
 def compile_denoisers(pipe: Any, how: str) -> None:
@@ -233,9 +221,6 @@ def uncompile(pipe: Any) -> None:
         setattr(pipe, name, module)
         for part in module.modules():
             part._compiled_call_impl = None
-
-
-# -- The changes in the order of a user's program.
 
 
 def before(pipe: Any, case: Case) -> None:
@@ -264,9 +249,3 @@ def after(pipe: Any, case: Case) -> None:
     _offload(pipe, case, "after")
     if case["compile"] != "eager" and case["compile order"] == "compile-last":
         compile_denoisers(pipe, case["compile"])
-
-
-def _offload(pipe: Any, case: Case, when: str) -> None:
-    how, _, moment = case["offload"].partition("-")
-    if moment == when:
-        offload(pipe, how)

@@ -76,9 +76,6 @@ def change_on_one_rank():
             mock.patch.stopall()
 
 
-# -- Callbacks.
-
-
 def change_data(pipe, step, tensors):
     tensors["latents"].data.mul_(0.5)
     return {}

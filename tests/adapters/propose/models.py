@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from para_core.plans.plan import Gather, Plan, Split
+from zoo.tiny.base import noise
 
 
 def module(name, forward, **parts):
@@ -16,10 +17,6 @@ def module(name, forward, **parts):
     for key, part in parts.items():
         setattr(made, key, nn.ModuleList(part) if isinstance(part, list) else part)
     return made
-
-
-def noise(*shape):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -180,9 +177,6 @@ def encoder():
     return module("Encoder", lambda self, x: self.encoder(self.embed(x)), **parts)
 
 
-# -- Masks of flex_attention.
-
-
 def causal_mask(text, video):
     """Return the mask for ``text`` tokens, which all see, and frames of five tokens, which see earlier ones."""
     frame = torch.cat([torch.full((text,), -1), torch.arange(video) // 5])
@@ -208,9 +202,6 @@ def causal_video():
 def causal_inputs(tokens, text):
     video = noise(1, tokens, 6)
     return {"video": video, "text": noise(1, text, 24), "mask": causal_mask(text, tokens)} if text else {"video": video}
-
-
-# -- Dataclasses.
 
 
 @dataclass(frozen=True)
@@ -242,9 +233,6 @@ def streams():
 
 def stream_inputs(tokens):
     return {"x": noise(1, tokens, 6), "time": noise(1, tokens, 1), "text": noise(1, 8, 24)}
-
-
-# -- Rotary tables.
 
 
 def angles_of(tokens):
@@ -280,9 +268,6 @@ def with_others():
     return model([block(with_angles), block(with_angles)], forward, others=nn.Parameter(torch.randn(1, 3, 24)))
 
 
-# -- Layers without attention.
-
-
 def hybrid(kind):
     """Return layers that mix tokens without attention, around one of it with unused flags. ``kind`` adds it by hand."""
 
@@ -304,9 +289,6 @@ def hybrid(kind):
         return self.final(x)
 
     return model([mixing(), block(lambda self, x, is_long: mix(self, x)), mixing()], forward, "Hybrid")
-
-
-# -- Tokens in several dims, or of several images.
 
 
 def OfFrames():

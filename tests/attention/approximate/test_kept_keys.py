@@ -13,7 +13,7 @@ from para_core import SparseKVAttnMode
 from para_core.attention.attention_options import AttnOptions
 from para_core.attention.kept_keys import KeptKeys
 from para_core.distributed.mesh import one_rank
-from tests.attention.cases import BALANCED, CAUSAL, FEW_CALLS, Case, Mask, check_all, make_mesh, own_attention
+from tests.attention.cases import BALANCED, CAUSAL, FEW_CALLS, Case, Mask, check_all, cpu_mesh, own_attention
 from tests.attention.one_device import make_qkv, relative_error
 from tests.attention.test_traffic import Traffic
 from tests.operators import ASK_THE_HOST, Operators
@@ -80,9 +80,6 @@ def test_on_one_rank_it_is_sparse_too_and_share_may_be_of_numpy():
             assert relative_error(F.scaled_dot_product_attention(*case.qkv()), case.on_one_device()) < 1e-5
 
 
-# -- Bytes and waits.
-
-
 def waits(func, args):
     """Whether the host waits for an accelerator: for a value, or for the number of positions of a bool index."""
     indices = args[1] if func.overloadpacket in (aten.index, aten.index_put, aten.index_put_) else ()
@@ -90,7 +87,7 @@ def waits(func, args):
 
 
 def send(share):
-    mesh = make_mesh(2, 1)
+    mesh = cpu_mesh(2, 1)
     qkv = [x.chunk(2, dim=2)[mesh.get_rank()] for x in make_qkv(512, 2, 16, B=1)]
     with torch.no_grad(), SparseKVAttnMode(mesh, share=share, window=4, assume_equal=True):
         with Traffic() as traffic:

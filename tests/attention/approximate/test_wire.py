@@ -7,7 +7,7 @@ import torch.nn.functional as F
 import para_core
 from para_core import UnifiedAttnMode
 from para_core.attention.attention_options import AttnOptions
-from tests.attention.cases import FEW_CALLS, IMAGE_FIRST, Case, attend, make_mesh
+from tests.attention.cases import FEW_CALLS, IMAGE_FIRST, Case, attend, cpu_mesh
 from tests.attention.one_device import make_qkv, relative_error
 from tests.attention.test_traffic import Traffic
 from tests.launches import count_attention
@@ -28,7 +28,7 @@ CASES = [
 
 def in_sparse_modes(ring):
     """Return pairs of results, exact and near ones, of modes that leave out keys."""
-    mesh, pairs = make_mesh(ring, 2 // ring), []
+    mesh, pairs = cpu_mesh(ring, 2 // ring), []
     qkv = [x.chunk(2, dim=2)[mesh.get_rank()] for x in make_qkv(16, 4, 8)]
     blocks = {"block_mask": torch.ones(4, 4).triu(-1).bool(), "block_size": 4}
     for name, kept in (("SparseKVAttnMode", {"share": 0.5, "window": 16}), ("BlockSparseAttnMode", blocks)):
@@ -67,11 +67,8 @@ def test_gradients_are_exact_and_a_graph_rounds_as_eager_code(rank_pool):
         assert relative_error(rounded[0][0], eager[0][0]) < 1e-6
 
 
-# -- Bytes and launches.
-
-
 def count_bytes(dtype):
-    mesh = make_mesh(2, 2)
+    mesh = cpu_mesh(2, 2)
     qkv = [x.bfloat16().tensor_split(4, dim=2)[mesh.get_rank()] for x in make_qkv(64, 4, 16, B=2)]
     with torch.no_grad(), UnifiedAttnMode(mesh, assume_equal=True, comm_dtype=dtype), Traffic() as traffic:
         F.scaled_dot_product_attention(*qkv)
