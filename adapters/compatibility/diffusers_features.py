@@ -124,25 +124,31 @@ def _drops_at_random(hook_or_config: Any) -> bool:
 
 def check_guider(pipe: Any, sequence_ranks: int) -> None:
     """Refuse a guider that skips layers with dropout or blurs queries."""
-    guider = getattr(pipe, "guider", None)
-    if guider is None:
-        return
-    for value in vars(guider).values():
-        configs = [value]
-        if isinstance(value, list):
-            configs = value
-        for config in configs:
+    # A pipeline with two transformers, such as Wan 2.2, has a guider for each.
+    for name in ("guider", "guider_2"):
+        guider = getattr(pipe, name, None)
+        if guider is None:
+            continue
+        for config in _configs_of(guider):
             if type(config).__name__ == "SmoothedEnergyGuidanceConfig" and sequence_ranks > 1:
                 raise refusal(
                     RuntimeError,
-                    f"pipe.guider is a {type(guider).__name__}: it blurs the queries of the full image, and a rank has "
+                    f"pipe.{name} is a {type(guider).__name__}: it blurs the queries of the full image, and a rank has "
                     "a part of them.",
                     "Use ranks for guidance only (max_ring_dim_size=1, max_ulysses_dim_size=1), or another guider.",
                 )
             if type(config).__name__ == "LayerSkipConfig" and _drops_at_random(config):
                 raise refusal(
                     RuntimeError,
-                    f"pipe.guider is a {type(guider).__name__}: it drops activations at random, and each rank would "
+                    f"pipe.{name} is a {type(guider).__name__}: it drops activations at random, and each rank would "
                     "draw its own values.",
                     "Skip whole layers (dropout=1.0).",
                 )
+
+
+def _configs_of(guider: Any) -> list[Any]:
+    """Return the attributes of ``guider``; of those that are lists, the entries."""
+    configs: list[Any] = []
+    for value in vars(guider).values():
+        configs += value if isinstance(value, list) else [value]
+    return configs

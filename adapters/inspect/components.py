@@ -59,7 +59,7 @@ def components_with_blocks(pipe: Any, names: Sequence[str] | None = None) -> dic
         raise ValueError(
             f"components contains {unknown[0]!r}; expected components of this {original_class(pipe).__name__} that "
             "can be sharded: "
-            f"{', '.join(possible)}."
+            f"{', '.join(possible) or 'none'}."
         )
     return {name: possible[name] for name in names}
 

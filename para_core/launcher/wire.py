@@ -22,6 +22,8 @@ from para_core.launcher.pickling import dump
 _LARGE = 1 << 16
 # Buffers begin at multiples of this number of bytes, so that tensors of every dtype are aligned.
 _ALIGNMENT = 64
+# Shared memory of this number of bytes or more is mapped, less is copied.
+_MAPPED = 1 << 26
 # Lengths of the head and of the pickle in bytes, number of buffers, and whether the buffers follow in the
 # stream.
 _HEADER = struct.Struct("<IQI?")
@@ -40,7 +42,9 @@ class Body:
 
     @classmethod
     def of(cls, value: Any, by_value: str | None = None) -> Body:
-        """Return ``value`` pickled by :func:`dump`. Raise TypeError if that is not possible."""
+        """Return ``value`` pickled by :func:`dump`. Raise TypeError if that is not possible, and OSError if
+        there is no room for its large buffers.
+        """
         buffers: list[memoryview] = []
 
         def keep_in_pickle(buffer: pickle.PickleBuffer) -> bool:
@@ -57,15 +61,26 @@ class Body:
     def load(self) -> Any:
         """Return the value. Its arrays can be written to. Neither other processes nor later calls of this
         method see what is written.
+
+        Raises:
+            OSError: The storage did not arrive.
         """
+        if self.storage is None and self.sizes:
+            # The kernel drops a descriptor for which the receiving process has no room.
+            raise OSError("large buffers of a message were lost: too many open files (ulimit -n).")
         if self.storage is None:
             return pickle.loads(self.data)
         return pickle.loads(self.data, buffers=self._views())
 
     def _views(self) -> list[memoryview]:
-        """Return a new copy of each large buffer; of anonymous memory, pages are copied when they are written to."""
+        """Return a new copy of each buffer. Those in much anonymous memory share its pages until they are
+        written to.
+        """
         if isinstance(self.storage, int):
             memory = memoryview(mmap.mmap(self.storage, 0, access=mmap.ACCESS_COPY))
+            if memory.nbytes < _MAPPED:
+                # A mapping holds a descriptor as long as a value uses it, and a process may have only 1,024.
+                memory = memoryview(bytearray(memory))
         else:
             memory = memoryview(bytearray(self.storage or b""))
         views, start = [], 0

@@ -30,7 +30,7 @@ from para_core.spatial.fetch import fetch_rows, gather_rows
 from para_core.spatial.mode import RULES, SpatialShardMode, rules_by_name
 from para_core.spatial.products import operands_of
 from para_core.spatial.row_tag import RowTag, refusal, rows_of, set_rows
-from para_core.spatial.rules import REDUCTIONS, align, argument, bind, require_rows
+from para_core.spatial.rules import REDUCTIONS, align, argument, bind, dims_of, require_rows
 from para_core.torch_functions import Function, name_of
 from para_core.torch_internals import DisableTorchFunction, is_compiled_code
 
@@ -173,13 +173,11 @@ def _reduction(mode: SameBitsRows, func: Function, args: Sequence[Any], kwargs: 
     x = argument(args, kwargs, "input", 0)
     rows = rows_of(x)
     position, _ = REDUCTIONS[name_of(func)]
-    dim = argument(args, kwargs, "dim", position, kwargs.get("axis"))
+    dim = argument(args, kwargs, "dim", position)
     if rows is None or isinstance(dim, Tensor):
         return RULES[name_of(func)](mode.ranks, func, args, kwargs)
-    if dim is None or isinstance(dim, bool) or dim in ((), []):
-        return _run_on_all_rows(mode, func, args, kwargs)
-    dims = [dim] if isinstance(dim, int) else dim
-    if rows.dim in [each % x.ndim for each in dims]:
+    # A bool at this position is ``unbiased``, as in x.var(False), which reduces all dims.
+    if isinstance(dim, bool) or rows.dim in dims_of(dim, x.ndim):
         return _run_on_all_rows(mode, func, args, kwargs)
     return _run_on_rows(mode, func, args, kwargs)
 

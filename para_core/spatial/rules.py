@@ -59,6 +59,9 @@ REDUCTIONS = {
     **dict.fromkeys(("var", "std"), (1, 3)),
 }
 
+# Keywords that torch takes in place of its own, as ``x.mean(axis=1, keepdims=True)``.
+_NUMPY_NAMES = {"dim": "axis", "keepdim": "keepdims"}
+
 
 def run_metadata(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Return what is the same on all ranks, such as a dtype."""
@@ -90,12 +93,14 @@ def run_shape(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[
 
 
 def argument(args: Sequence[Any], kwargs: dict[str, Any], name: str, index: int, default: Any = None) -> Any:
-    """Return the argument passed as keyword ``name`` or at position ``index``; ``default`` if there is none."""
+    """Return the argument passed as keyword ``name``, or as the one that NumPy uses for it, or at position
+    ``index``; ``default`` if there is none.
+    """
     if name in kwargs:
         return kwargs[name]
     if len(args) > index:
         return args[index]
-    return default
+    return kwargs.get(_NUMPY_NAMES.get(name, name), default)
 
 
 def bind(func: Function, args: Sequence[Any], kwargs: dict[str, Any], **parameters: Any) -> list[Any]:
@@ -203,7 +208,7 @@ def run_reduction(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: d
         return run_elementwise(ranks, func, args, kwargs)
     x, rows = only_first(func, args, kwargs)
     dim_position, keepdim_position = REDUCTIONS[name]
-    dim = argument(args, kwargs, "dim", dim_position, kwargs.get("axis"))
+    dim = argument(args, kwargs, "dim", dim_position)
     keepdim = bool(argument(args, kwargs, "keepdim", keepdim_position, False))
     if isinstance(dim, bool):
         dim = None  # A bool at this position is ``unbiased`` instead, as in x.var(False), so all dims are reduced.
@@ -292,9 +297,9 @@ def dims_of(dim: Any, ndim: int) -> set[int]:
     """Return the argument ``dim`` of a function as a set of positive dims; all dims for None and an empty list."""
     if dim is None or (isinstance(dim, (list, tuple)) and not dim):
         return set(range(ndim))
-    if isinstance(dim, int):
-        return {dim % ndim}
-    return {each % ndim for each in dim}
+    if isinstance(dim, (list, tuple)):
+        return {each % ndim for each in dim}
+    return {dim % ndim}
 
 
 def tag_all(out: Any, rows: RowTag) -> Any:

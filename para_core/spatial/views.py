@@ -225,7 +225,7 @@ def _kept_rows(part: slice, rows: RowTag) -> tuple[Sizes, list[slice]] | None:
 def run_cat(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
     """Run ``cat`` or ``stack`` along a dim other than the sharded one."""
     tensors = list(argument(args, kwargs, "tensors", 0))
-    dim = argument(args, kwargs, "dim", 1, kwargs.get("axis", 0))
+    dim = argument(args, kwargs, "dim", 1, 0)
     lead, rows = next((x, tag) for x in tensors if (tag := rows_of(x)) is not None)
     stacks = name_of(func) == "stack"
     dim = dim % (lead.ndim + stacks)

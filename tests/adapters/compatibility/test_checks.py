@@ -291,6 +291,7 @@ BLOCKS = r".*compile_repeated_blocks\(fullgraph=True\)"
 FSDP1 = r"^transformer .*(FSDP1|FullyShardedDataParallel).*FluxTransformer2DModel.*weights='fsdp'"
 WRAPPED = r"\b.*FluxTransformer2DModel.*transformer = .*transformer\.module"
 BACKEND = r".*pipe\.transformer\.set_attention_backend"
+SPLIT = {"hf_device_map": {"a": 0, "b": 1}}
 BALANCED = r"\['0', '1'\].*parallelize_pipe\(pipe, mesh=mesh, weights='fsdp'\)"
 LUMINA = "^LuminaNextDiT2DModel .*processor .*" + SUPPORTED
 OTHER = r"OtherModel\. .*adapter=Adapter\(transformer='OtherModel', .*docs/new_model\.md.*" + SUPPORTED
@@ -352,6 +353,7 @@ CASES = {
     "no_cache_of_diffusers": (lambda mesh: of_pipe(pipe_with(cache), mesh=mesh), r"Config\), .*disable_cache\(\)"),
     "hooks_of_diffusers": (lambda mesh: of_pipe(pipe_with(drop), mesh=mesh), r"diffusers.* \w+ at '.*': .*drops"),
     "guider": (lambda mesh: of_pipe(changed(flux_pipe(), guider=SEG), mesh=mesh), r"^pipe\.guider .*Guidance: .*blurs"),
+    "guider, second": (lambda mesh: of_pipe(changed(flux_pipe(), guider_2=SEG), mesh=mesh), r"^pipe\.guider_2 .*blurs"),
     "cache_has_transformer": (lambda _: case(None, Parts(prior=nn.Linear(1, 1))), "^Parts .*cached.* transformer"),
     "cache_not_on_unet": (lambda _: case(unet()), "^UNet2DConditionModel .*First Block Cache"),
     "blocks_can_be_skipped": (lambda _: case(OtherModel(), adapter=UNCACHED), "^OtherModel .*cached: .* keys"),
@@ -371,11 +373,8 @@ CASES = {
         r"^pipe\.transformer .*compiled .*\(weights='tensor'\)" + BLOCKS,
     ),
     "cached_model_not_replaced": (lambda _: of_pipe(flux_pipe(), flux_transformer()), "another .*cache"),
-    "one_device": (lambda _: of_pipe(changed(flux_pipe(), hf_device_map={"a": 0, "b": 1})), BALANCED),
-    "one_device, of the model": (
-        lambda _: of_pipe(pipe_with(lambda model: changed(model, hf_device_map={"a": 0, "b": 1}))),
-        BALANCED,
-    ),
+    "one_device": (lambda _: of_pipe(changed(flux_pipe(), **SPLIT)), BALANCED),
+    "one_device, of the model": (lambda _: of_pipe(pipe_with(lambda model: changed(model, **SPLIT))), BALANCED),
     "unmoved_weights": (lambda _: of_pipe(pipe_with(with_hook)), r"accelerate, .*pipe\.remove_all_hooks\(\)"),
 }
 
