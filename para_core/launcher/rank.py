@@ -171,8 +171,11 @@ def _run(connection: CallerConnection, pipe: Any, call: Call, everywhere: bool) 
 
 
 def _body_of(outcome: Outcome) -> Body:
-    """Return the pickled outcome, or one that says why its value cannot be pickled."""
+    """Return the pickled outcome, or one that says why its value cannot be pickled, or has no room."""
     try:
         return Body.of(outcome)
     except TypeError as error:
-        return Body.of(Outcome(None, outcome.random, error=TypeError(str(error))))
+        problem: Exception = TypeError(str(error))
+    except OSError as error:
+        problem = OSError(f"there is no room to send the result: {error}")
+    return Body.of(Outcome(None, outcome.random, error=problem))

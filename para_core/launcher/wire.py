@@ -118,12 +118,16 @@ def _write_to_shared_memory(buffers: Sequence[memoryview]) -> int:
     else:
         with tempfile.TemporaryFile() as file:
             fd = os.dup(file.fileno())
-    for raw in buffers:
-        view = raw
-        while len(view):
-            view = view[os.write(fd, view) :]
-        os.lseek(fd, _aligned_size(raw.nbytes) - raw.nbytes, os.SEEK_CUR)
-    os.ftruncate(fd, os.lseek(fd, 0, os.SEEK_CUR))
+    try:
+        for raw in buffers:
+            view = raw
+            while len(view):
+                view = view[os.write(fd, view) :]
+            os.lseek(fd, _aligned_size(raw.nbytes) - raw.nbytes, os.SEEK_CUR)
+        os.ftruncate(fd, os.lseek(fd, 0, os.SEEK_CUR))
+    except BaseException:
+        os.close(fd)
+        raise
     return fd
 
 

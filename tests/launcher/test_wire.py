@@ -3,12 +3,15 @@
 import itertools
 import socket
 import threading
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
+from para_core.launcher.messages import Outcome
+from para_core.launcher.rank import _body_of
 from para_core.launcher.wire import Body, Channel
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.bool, torch.complex64, torch.uint8)
@@ -53,6 +56,10 @@ def test_what_one_receiver_writes_no_other_sees(travel, monkeypatch):
     assert len({descriptor for _, descriptor in kept}) < 9  # A value keeps none, so they are used again.
     with pytest.raises(OSError, match="open files"):
         Body(Body.of(value).data, [200_000]).load()
+    with monkeypatch.context() as patch:
+        patch.setattr("os.write", mock.Mock(side_effect=OSError("no space left")))
+        outcome = _body_of(Outcome(value, None)).load()
+    assert outcome.value is None and "no space left" in str(outcome.error)
     monkeypatch.setattr("para_core.launcher.wire._MAPPED", 1)
     for body in (Body.of(value), travel(value), travel(Body.of(value)).load()):
         for array in body.load()[0]:
