@@ -7,7 +7,6 @@ tests/cli/test_bench.py, tests/same_bits/test_command.py.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -20,7 +19,7 @@ from rich.table import Table
 from para_core.cli import checks, options
 from para_core.cli.options import INPUT, flag, option
 from para_core.cli.progress import announce_imports
-from para_core.cli.torchrun import read_stated_ranks
+from para_core.cli.torchrun import is_first_of_torchrun, read_stated_ranks
 from para_core.cli.traces import require_new_traces
 from para_core.fleet.pipeline_info import FRAME_PARAMETERS, Model
 from para_core.fleet.request import Request, make_request
@@ -104,7 +103,7 @@ def bench(
 def _require_new_file(path: Path | None) -> None:
     """Raise OSError on the first rank, which alone writes the figures, if it cannot write a new file at ``path``."""
     # This runs before torch is imported, so is_first_rank of ranks.py cannot be asked.
-    if path is None or os.environ.get("RANK", "0") != "0":
+    if path is None or not is_first_of_torchrun():
         return
     require_file(path)
     if path.exists():

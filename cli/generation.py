@@ -27,6 +27,7 @@ from para_core.cli.options import FileOptions, GroupOptions
 from para_core.cli.progress import Bars, showing_log, showing_phases
 from para_core.cli.ranks import count_ranks, ending_on_error, from_first_rank, is_first_rank, process_group
 from para_core.cli.signals import describe_signal, terminable
+from para_core.cli.torchrun import in_torchrun
 from para_core.distributed.mesh_shape import mesh_sizes
 from para_core.fleet.build import dtype_of
 from para_core.fleet.classical import check_ranks
@@ -205,7 +206,8 @@ def run_task(task: GenerationTask, debug: bool) -> int:
             if first and task.lines:
                 stack.enter_context(lock_folder(task.folder))
             stack.enter_context(terminable(report_end))
-            if task.lines:
+            # Under torchrun this rank may find all results where the first one does not.
+            if task.lines or in_torchrun():
                 failures = _generate_lines(task, debug)
     except KeyboardInterrupt as end:
         return report_end(end)
@@ -280,6 +282,8 @@ def _generate_lines(task: GenerationTask, debug: bool) -> list[Problem]:
 def _generate_on_one_group(task: GenerationTask, debug: bool) -> list[Problem]:
     # Ranks of torchrun may see different finished results in the folder, so the first rank's lines count.
     lines = from_first_rank(task.lines)
+    if not lines:
+        return []
     first = is_first_rank()
     options = ReplicaOptions(task.ranks)
     load = partial(load_rank, task.recipe, options, encode_first=len(lines) > 1, debug=debug)

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 import typer
 
-from para_core.cli.torchrun import in_torchrun, read_stated_ranks
+from para_core.cli.torchrun import in_torchrun, is_first_of_torchrun, read_stated_ranks
 from para_core.fleet.failures import describe_exception
 from para_core.fleet.recipe import Recipe
 
@@ -31,7 +31,7 @@ def is_first_rank() -> bool:
     """Whether this process is rank 0, in the process group if there is one, or no rank at all."""
     if dist.is_initialized():
         return dist.get_rank() == 0
-    return os.environ.get("RANK", "0") == "0"
+    return is_first_of_torchrun()
 
 
 def count_ranks(requested: int | None, replicas: int) -> int:

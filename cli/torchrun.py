@@ -14,6 +14,17 @@ def in_torchrun() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
+def is_first_of_torchrun() -> bool:
+    """Whether this process is rank 0 of torchrun, or no rank of it.
+
+    >>> from unittest import mock
+    >>> with mock.patch.dict(os.environ, {"RANK": "1"}, clear=True):
+    ...     is_first_of_torchrun()  # A cluster that sets RANK, and no WORLD_SIZE, starts no ranks.
+    True
+    """
+    return not in_torchrun() or os.environ["RANK"] == "0"
+
+
 def read_stated_ranks(requested: int | None, replicas: int) -> int | None:
     """Return the number of ranks of each replica: torchrun's, else ``requested``; None if it depends on the
     GPUs.

@@ -36,11 +36,15 @@ def bind_arguments(
     method: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return the arguments of a call of the bound ``method`` by name, those of its ``**kwargs`` too. Defaults
-    are left out: the ranks have the same.
+    are left out: the ranks have the same. Raise ``TypeError`` for arguments of ``*args``, which have no names.
     """
     signature = inspect.signature(method)
     arguments = dict(signature.bind(*args, **kwargs).arguments)
     for name, parameter in signature.parameters.items():
+        if parameter.kind is parameter.VAR_POSITIONAL and name in arguments:
+            raise TypeError(
+                f"{method.__qualname__} got {len(arguments[name])} arguments of *{name}; expected names."
+            )
         if parameter.kind is parameter.VAR_KEYWORD:
             arguments |= arguments.pop(name, {})
     return arguments

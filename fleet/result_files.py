@@ -37,7 +37,10 @@ _SPARE_BYTES = 64 * 2**20  # of disk space that stay free beside the estimate
 # Names of the temporary files of write_atomically. A process that was killed leaves them behind.
 _TEMPORARY_PATTERN = re.compile(r"\.(.+-)?\d{5,}(-\d+)?\.(json|png|jpg|webp|mp4|gif)\.\w{8}")
 # A valid beginning of a file name: no folder, and no character that a file system refuses.
-_NAME_PATTERN = re.compile(r"[^\W.][^\\/:*?\"<>|\0]*")
+_NAME_PATTERN = re.compile(r"[^\W.][^\\/:*?\"<>|\x00-\x1f\x7f]*")
+# Bytes of such a beginning. File systems take names of 255; a number, a suffix and what makes the name of a temporary
+# file follow.
+_MOST_NAME_BYTES = 200
 
 
 def find_disk_problem(folder: Path, request: Request, model: Model) -> str | None:
@@ -118,10 +121,15 @@ def require_name(name: str | None) -> None:
     Raises:
         ValueError: ``name`` is no such beginning, for example because it names a folder.
     """
-    if name is not None and not _NAME_PATTERN.fullmatch(name):
+    if name is None:
+        return
+    if not _NAME_PATTERN.fullmatch(name):
         raise ValueError(
             f"name is {name!r}; expected the beginning of a file name, such as 'cat', without a folder."
         )
+    num_bytes = len(os.fsencode(name))
+    if num_bytes > _MOST_NAME_BYTES:
+        raise ValueError(f"name has {num_bytes} bytes; expected at most {_MOST_NAME_BYTES}: {name!r:.40}…")
 
 
 def compute_digest(request: Request, recipe: Recipe, kind: Kind) -> str:
@@ -261,7 +269,7 @@ def lock_folder(folder: Path) -> Iterator[None]:
     """Lock ``folder`` inside this context against other processes of this machine. Delete leftover temporary
     files.
 
-    On a file system without locks, nothing is locked.
+    On a file system without locks, nothing is locked and nothing deleted.
 
     Raises:
         RuntimeError: Another process holds the lock.
@@ -271,8 +279,10 @@ def lock_folder(folder: Path) -> Iterator[None]:
     # The folder itself is locked, so that no lock file can be left behind. The lock ends with the process.
     descriptor = os.open(folder, os.O_RDONLY)
     try:
+        is_locked = False
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            is_locked = True
         except BlockingIOError:
             raise RuntimeError(
                 f"another para_core generate writes to {folder}: wait for it, or use another folder with --out."
@@ -280,7 +290,8 @@ def lock_folder(folder: Path) -> Iterator[None]:
         except OSError:
             pass  # The file system has no locks.
         for path in folder.iterdir():
-            if _TEMPORARY_PATTERN.fullmatch(path.name):
+            # Without a lock they may be those of a process that is writing.
+            if is_locked and _TEMPORARY_PATTERN.fullmatch(path.name):
                 path.unlink(missing_ok=True)
         yield
     finally:

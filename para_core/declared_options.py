@@ -155,7 +155,8 @@ class Declaration:
             return True
         if isinstance(value, self.classes):
             return not (isinstance(value, float) and math.isnan(value))
-        return value in self.choices
+        # Comparing an array with a name gives an array.
+        return isinstance(value, str) and value in self.choices
 
     def check(self, value: Any) -> None:
         """Validate a value of the option.

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, make_dataclass
 from typing import Annotated, Any, Literal
 
+import numpy as np
 import pytest
 
 from para_core.adapters import parallelize_pipe, parallelize_transformer
@@ -41,6 +42,7 @@ def test_values_of_the_type_are_accepted():
         ({"place": "moon"}, ValueError, "place is 'moon'; expected 'host', 'device', or None to keep it."),
         ({"place": 3}, ValueError, "place is 3; expected 'host', 'device', or None to keep it."),
         ({"place": ["host"]}, ValueError, "place is ['host']; expected 'host', 'device', or None to keep it."),
+        ({"place": np.arange(2)}, ValueError, "place is array([0, 1]); expected 'host', 'device', or None to keep it."),
         ({"steps": True}, TypeError, "steps is True; expected an integer."),
         ({"steps": None}, TypeError, "steps is None; expected an integer."),
         ({"steps": 2.0}, TypeError, "steps is 2.0; expected an integer."),

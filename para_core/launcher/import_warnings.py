@@ -14,18 +14,28 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-# Packages that warn when they are imported, each by the loggers of its modules.
-_CHATTY = ("torch", "torchao", "accelerate", "peft", "huggingface_hub", "transformers", "diffusers")
+# Packages that warn when they are imported, each by the loggers of its modules, and the environment variable, if there
+# is one, by which a user says what a package logs.
+_CHATTY = {
+    "torch": "TORCH_LOGS",
+    "torchao": None,
+    "accelerate": "ACCELERATE_LOG_LEVEL",
+    "peft": None,
+    "huggingface_hub": "HF_HUB_VERBOSITY",
+    "transformers": "TRANSFORMERS_VERBOSITY",
+    "diffusers": "DIFFUSERS_VERBOSITY",
+}
 
 
 @contextmanager
 def hide_import_warnings() -> Iterator[None]:
     """Inside this context, hide warnings that are logged while the body of a module of a chatty package runs.
+    Those of Python's ``warnings`` are shown, as are errors.
 
     A package is left alone if its variable, such as ``TRANSFORMERS_VERBOSITY``, says what to show. Levels of
     loggers are neither changed nor restored, because ``load`` may set them.
     """
-    hidden = {name for name in _CHATTY if f"{name.upper()}_VERBOSITY" not in os.environ}
+    hidden = {name for name, variable in _CHATTY.items() if variable is None or variable not in os.environ}
     make_record = logging.getLogRecordFactory()
 
     def make_or_hide(*args: Any, **kwargs: Any) -> logging.LogRecord:

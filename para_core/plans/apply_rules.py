@@ -218,8 +218,8 @@ class RuleExecutor(SplitRules, GatheredOutputs):
 
     def apply_to_outputs(self, output: Any, rules: Mapping[int | str, ShardRule], module_name: str) -> Any:
         """Return a module's output, a tensor, tuple or dataclass, with each rule of ``rules`` applied at its
-        index, or at an index and the path of a field, such as ``"0.x"``. A tensor, dataclass or named tuple
-        has the index 0. Collective if one of the rules is a :class:`Gather`.
+        index, or at an index and the path of a field, such as ``"0.x"``. A tensor or dataclass has the index 0,
+        as has a named tuple if there is a path. Collective if one of the rules is a :class:`Gather`.
 
         Raises:
             TypeError, ValueError: The module returned fewer outputs, or one does not fit its rule.
@@ -227,17 +227,17 @@ class RuleExecutor(SplitRules, GatheredOutputs):
         for key, rule in rules.items():
             index, _, path = str(key).partition(".")
             name = f"{module_name}[{index}]" + (path and f".{path}")
-            if isinstance(output, Tensor) or (has_fields(output) and (path or not isinstance(output, tuple))):
-                output = self._apply_at(path, output, rule, name)
-            else:
-                parts = list(output)
-                if int(index) >= len(parts):
-                    raise ValueError(
-                        f"the plan has a rule for {name}, but {module_name} returned {len(parts)} output(s). Name an "
-                        "index below that."
-                    )
-                parts[int(index)] = self._apply_at(path, parts[int(index)], rule, name)
-                output = _rebuild_sequence(output, parts)
+            is_one = isinstance(output, Tensor) or (
+                has_fields(output) and (path or not isinstance(output, tuple))
+            )
+            parts = [output] if is_one else list(output)
+            if int(index) >= len(parts):
+                raise ValueError(
+                    f"the plan has a rule for {name}, but {module_name} returned {len(parts)} output(s). Name an "
+                    "index below that."
+                )
+            parts[int(index)] = self._apply_at(path, parts[int(index)], rule, name)
+            output = parts[0] if is_one else _rebuild_sequence(output, parts)
         return output
 
 

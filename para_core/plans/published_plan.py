@@ -12,8 +12,8 @@ from typing import Any
 
 from para_core.plans.plan import Attention, Gather, Plan, ShardRule, Split
 
-# Parameter names of the token streams in diffusers models that publish a plan. The segments get the same
-# names.
+# Parameter names of the token streams in diffusers models that publish a plan, in the order of their joint attention,
+# text first. The segments get the same names.
 _PUBLISHED_STREAMS = ("encoder_hidden_states", "hidden_states")
 
 
@@ -39,8 +39,9 @@ def convert_published_plan(cp_plan: Mapping[str, Any]) -> Plan:
             if isinstance(entry, (list, tuple)):
                 entries = list(entry)
             outputs[name] = tuple(_convert_gather(name, value) for value in entries)
-    inputs = {key: split for key, split in inner.get("", {}).items() if isinstance(key, str)}
-    later = {key: split for key, split in inner.pop("", {}).items() if isinstance(key, int)}
+    of_model = inner.pop("", {})
+    inputs = {key: split for key, split in of_model.items() if isinstance(key, str)}
+    later = {key: split for key, split in of_model.items() if isinstance(key, int)}
     if later:
         raise ValueError(
             f"the plan splits outputs {sorted(later)} of the model itself; expected only inputs there."
@@ -76,7 +77,9 @@ def _convert_split(module: str, key: str | int, value: Any) -> Split:
     segment = None
     if isinstance(key, str) and key in _PUBLISHED_STREAMS:
         segment = key
-    return Split(_attribute(module, value, "split_dim"), segment, ndim=value.expected_dims)
+    return Split(
+        _attribute(module, value, "split_dim"), segment, ndim=_attribute(module, value, "expected_dims")
+    )
 
 
 def _attribute(module: str, value: Any, name: str) -> Any:

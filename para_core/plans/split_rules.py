@@ -79,6 +79,9 @@ class SplitRules(SegmentsOfCall):
         if known_cut is None:
             return None
         segment = known_cut.segment
+        if segment.total == 1 and split.segment is None:
+            # One entry for all tokens, or that of one token: split() tells.
+            return None
         noted = self.segments.get(segment_name)
         if noted is None and (split.segment is not None or not segment.replicated):
             self.segments[segment_name] = segment

@@ -64,6 +64,7 @@ CASES = [
     *[([*PROMPT, "--memory", value], 2, f"--memory {value}") for value in ("0", "inf")],
     ([*PROMPT, "--timeout", "inf"], 2, "--timeout", "inf s"),
     *[([*PROMPT, "--name", value], 2, f"--name is '{value}'") for value in ("a/b", "../a", ".a", "")],
+    ([*PROMPT, "--name", "é" * 101], 2, "name has 202 bytes; expected at most 200"),
     # Arguments of the call.
     ([*PROMPT, "--set", "stepz=3"], 2, "steps?"),
     ([*PROMPT, "--set", "generator=3"], 2, "FluxPipeline has no --set generator"),

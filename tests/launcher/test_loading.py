@@ -16,9 +16,14 @@ def shown(monkeypatch):
     """Return the texts that handlers of diffusers and accelerate show."""
     texts, handler = [], logging.Handler()
     handler.emit = lambda record: texts.append(record.getMessage())
-    for name in ("diffusers", "accelerate"):
-        monkeypatch.setattr(logging.getLogger(name), "handlers", [handler])
-    return texts
+    loggers = {name: logging.getLogger(name) for name in ("diffusers", "accelerate")}
+    levels = {name: logger.level for name, logger in loggers.items()}
+    for logger in loggers.values():
+        monkeypatch.setattr(logger, "handlers", [handler])
+        logger.setLevel(logging.WARNING)  # A command in this process may have raised it.
+    yield texts
+    for name, level in levels.items():
+        loggers[name].setLevel(level)
 
 
 @pytest.mark.parametrize(("lines", "components"), [(True, False), (False, True), (True, True)])

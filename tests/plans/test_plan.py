@@ -2,6 +2,7 @@
 
 import gc
 from dataclasses import replace
+from types import SimpleNamespace
 from weakref import ref
 
 import pytest
@@ -169,6 +170,7 @@ REFUSED = [
     (with_unfitting_plan, (Model(), MISSING_LAST), ValueError, r"'nothing\.-1'.* Model "),
     (with_unfitting_plan, (Model(), MISSING, INSIDE), ValueError, r"'nothing'.* Model "),
     (AT_ONE.apply_to_outputs, ((ONE,), {1: Split(1, "image")}, "norm"), ValueError, r"norm\[1\].* 1 "),
+    (AT_ONE.apply_to_outputs, (ONE, {1: Split(1, "image")}, "norm"), ValueError, r"norm\[1\].* 1 "),
     (with_unfitting_plan, (SECOND_WITHOUT, replace(HEADS, attention={"*": BY_HEADS})), AttributeError, "heads"),
     (after_an_error, (), AttributeError, "no attribute 'heads'"),
     (with_example, (EXAMPLES["flux, published"], THREE_IDS), ValueError, r"img_ids has 3 dims \[1, 10, 3\].* 2"),
@@ -200,6 +202,7 @@ REFUSED = [
     (*published({"": {**INPUT, 0: cut(output=True)}, "proj_out": GATHER}), r"outputs \[0\]"),
     (*published({"": {"hidden_states": [cut(), cut()]}, "proj_out": GATHER}), "list of tensors"),
     (*published({"": {"hidden_states": cut(output=True)}, "proj_out": GATHER}), "split_output=False"),
+    (*published({"": {"hidden_states": SimpleNamespace(split_dim=1, split_output=False)}}), "'expected_dims'"),
     (*published({"": INPUT, "proj_out": 1}), "'proj_out' is 1.* 'gather_dim'"),
 ]
 
