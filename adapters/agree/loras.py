@@ -78,7 +78,7 @@ def lora_layers(model: nn.Module) -> list[Any]:
 
 
 def _copied_modules(model: nn.Module) -> list[Any]:
-    """Return peft's wrappers of the modules of which each LoRA has a copy of its own (``modules_to_save``)."""
+    """Return peft's wrappers of modules that each LoRA replaces by a copy of its own (``modules_to_save``)."""
     if not getattr(model, "peft_config", None):
         return []
     wrappers = []

@@ -285,8 +285,9 @@ def _require_parameters(block: nn.Module, streams: Iterable[str]) -> tuple[str, 
 
 
 def submodules_on_path(module: nn.Module, name: str) -> list[dict[str, nn.Module | None]]:
-    """Return the submodules, by name, of ``module`` and of each module on the way to the module list ``name``,
-    the last of which is the list. Each is the dict of the module itself, which changes if a submodule is replaced.
+    """Return the submodules, by name, of ``module`` and of each module on the way to the module list ``name``;
+    the last entry has those of the list. Each is the dict of the module itself, which changes if a submodule is
+    replaced.
 
     A module that ``torch.compile`` has wrapped is represented by what is inside the wrapper.
 

@@ -78,8 +78,8 @@ def select_arguments(
     rank.
 
     The first parameter in ``plan.batched`` has the number. It is None, and the arguments are unchanged, if an
-    argument of ``plan.unshared`` is given, or if it is unknown or not a multiple of the size of ``batch``,
-    both of which warn in eager code. All ranks decide the same, because they get equal arguments.
+    argument of ``plan.unshared`` is given. The same happens, with a warning in eager code, if the number is
+    unknown or not a multiple of the size of ``batch``. All ranks decide the same, because they get equal arguments.
 
     Raises:
         ValueError: An argument holds tensors but is not listed in ``batched``, ``common`` or ``unshared`` of
@@ -133,7 +133,7 @@ def select_arguments(
 
 
 def _check_declared(plan: Plan, arguments: Mapping[str, Any]) -> None:
-    """Raise ``ValueError`` if one of ``arguments`` holds tensors, and ``plan`` does not say of which samples."""
+    """Raise ``ValueError`` if one of ``arguments`` holds tensors, and ``plan`` does not say which samples they hold."""
     declared = (*plan.batched, *plan.common, *plan.unshared)
     unknown = [name for name, value in arguments.items() if name not in declared and holds_tensor(value)]
     if unknown:
