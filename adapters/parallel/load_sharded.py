@@ -28,7 +28,7 @@ from para_core.adapters.parallel.mapped_files import (
 )
 from para_core.adapters.parallel.parallelize import parallelize_pipe
 from para_core.adapters.registry import transformers_of
-from para_core.adapters.weights.feature import Method
+from para_core.adapters.weights.feature import Method, ShardMethod
 from para_core.adapters.weights.features import require_method, require_quantizer, shard_methods
 from para_core.adapters.weights.shard import prepare_sharding
 from para_core.adapters.weights.sharded_component import is_distributed
@@ -136,7 +136,9 @@ def from_pretrained_sharded(
     return pipe
 
 
-def _require_method_that_fits(weights: str, quantize: Quantize | None, mesh: GuidedMesh) -> Any:
+def _require_method_that_fits(
+    weights: str, quantize: Quantize | None, mesh: GuidedMesh
+) -> ShardMethod | None:
     """Return the method that shards weights as ``weights`` says; None for stages, which hold whole blocks.
 
     Raise ``ValueError`` if it does not fit ``mesh`` or ``quantize``, on all ranks, and ``ImportError`` if a
