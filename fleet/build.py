@@ -39,10 +39,11 @@ from para_core.fleet.modular import (
     open_modular,
 )
 from para_core.fleet.pipeline_info import TINY_FLUX_FIELDS, Model, describe_class, find_tiny_flux
-from para_core.fleet.recipe import Compile, Offload, Recipe
+from para_core.fleet.recipe import Compile, Recipe
 from para_core.fleet.selection import select_pipeline
 from para_core.fleet.without_weights import check_components_exist, component_classes, multiple_of_model
 from para_core.instance.private_class import original_class
+from para_core.option_values import Offload
 from para_core.pipeline_options import PipelineChoices
 from para_core.progress import readable_bytes, report, report_components
 from para_core.user_warnings import ParallelWarning

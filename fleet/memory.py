@@ -15,17 +15,13 @@ from typing import Any
 import torch
 
 from para_core.adapters.features import feature
+from para_core.devices import RESERVED
 from para_core.distributed.mesh_shape import mesh_sizes
 from para_core.fleet.model_files import GGUF
 from para_core.fleet.recipe import Recipe
 from para_core.option_values import num_resident
 
 logger = logging.getLogger(__name__)
-
-# Bytes of device memory that a model cannot use: the CUDA context, NCCL's buffers and the allocator's
-# fragmentation. An assumption, the same as that of adapters/planner/predict.py, so that a command refuses
-# what `para_core plan` calls too large. This module works without the planner, so it does not import it.
-RESERVED = 6e9
 
 
 @dataclass(frozen=True)

@@ -20,11 +20,10 @@ from para_core.declared_options import Command, Option, check_values, declaratio
 from para_core.distributed.mesh_shape import parse_mesh_sizes
 from para_core.fleet.model_files import GGUF
 from para_core.fleet.pipeline_info import Model
-from para_core.option_values import Quantize, TextEncoders, check_quantize_fits
+from para_core.option_values import Offload, Quantize, TextEncoders, check_quantize_fits
 from para_core.pipeline_options import PIPELINE, RANKS, PipelineChoices
 
 Compile = Literal["no", "blocks", "whole"]
-Offload = Literal["blocks", "model"]
 _LONGEST_TIMEOUT = 365 * 24 * 3600
 
 

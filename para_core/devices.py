@@ -90,6 +90,10 @@ class Link:
         return self.latency * messages + sent / bandwidth
 
 
+# Bytes of device memory that a model cannot use: the CUDA context, NCCL's buffers and the allocator's
+# fragmentation. An assumption.
+RESERVED = 6e9
+
 # Sources: NVIDIA's data sheets and architecture whitepapers (half of what they state with sparsity), AMD's data sheet,
 # and https://www.techpowerup.com/gpu-specs for the H20 and the L20. What attention reaches is published for the A100
 # (arXiv:2307.08691), the H100 (arXiv:2407.08608) and the B200 (FlashAttention-4), and assumed to be as on a similar

@@ -97,6 +97,8 @@ VaePlacement = Literal["replicate", "offload", "first"]
 VAE_PLACEMENTS: tuple[VaePlacement, ...] = get_args(VaePlacement)
 Quantize = Literal["int8", "fp8", "int8-dynamic", "fp8-dynamic"]
 QUANTIZE: tuple[Quantize, ...] = get_args(Quantize)
+# What waits in host memory: the blocks of the transformer but the next ones, or each model that does not run.
+Offload = Literal["blocks", "model"]
 
 
 def check_quantize_fits(scheme: Quantize, weights: str | None) -> None:

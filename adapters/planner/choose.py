@@ -11,11 +11,10 @@ from para_core.adapters.planner.predict import Machine, Prediction, can_move_blo
 from para_core.adapters.planner.weights import Placement, default_text_encoders
 from para_core.adapters.planner.work import Workload
 from para_core.distributed.mesh_shape import mesh_sizes, parse_mesh_sizes
-from para_core.option_values import QUANTIZE
+from para_core.option_values import QUANTIZE, Offload
 
 # The ways to hold the weights of the transformer, as the option ``weights`` of parallelize_pipe.
 WeightsOption = Literal["replicate", "fsdp", "tensor"]
-Offload = Literal["blocks", "model"]
 # Meshes whose predicted seconds differ by at most this factor count as equally fast. The median error of the
 # seconds is larger ("errors" in benchmarks/results/planner_check.json).
 EQUALLY_FAST = 1.1

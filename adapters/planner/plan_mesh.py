@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from para_core.adapters.planner.choose import Choices, Offload, WeightsOption
+from para_core.adapters.planner.choose import Choices, WeightsOption
 from para_core.adapters.planner.mesh import MeshShape
 from para_core.adapters.planner.predict import Machine, memory_of
 from para_core.adapters.planner.predictions import Predictions, predict_meshes
@@ -13,7 +13,7 @@ from para_core.adapters.planner.published import find_published, published_workl
 from para_core.adapters.planner.weights import Placement, default_text_encoders
 from para_core.adapters.planner.work import Workload, require_positive
 from para_core.devices import Device, Link, device_named, link_named
-from para_core.option_values import Quantize, TextEncoders, VaePlacement
+from para_core.option_values import Offload, Quantize, TextEncoders, VaePlacement
 
 # The bytes per pixel are the slope between the bytes of square results with these sides, in pixels.
 _SIDES = (512, 1024)

@@ -12,10 +12,8 @@ from typing import Any
 from para_core.adapters.planner.mesh import MeshShape, grid_of
 from para_core.adapters.planner.weights import Placement, default_text_encoders
 from para_core.adapters.planner.work import AttentionWork, CallWork, Workload
-from para_core.devices import Device, Link
+from para_core.devices import RESERVED, Device, Link
 
-# Bytes of device memory that a model cannot use: the CUDA context, NCCL's buffers, the allocator's fragments.
-RESERVED = 6e9
 # Seconds in which the host launches an operator, in eager code: a host on which 57 small FLUX blocks, 3,737
 # launches, take 21.2 ms. That of benchmarks/results/host_cost.json ("unmodified") takes three times as long.
 LAUNCH = 5.7e-6

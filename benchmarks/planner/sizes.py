@@ -21,7 +21,7 @@ from para_core.adapters.planner.predict import Machine, Prediction, predict, tra
 from para_core.adapters.planner.predictions import duration, predict_meshes
 from para_core.adapters.planner.weights import Placement
 from para_core.adapters.planner.work import Workload
-from para_core.devices import device_named, link_named
+from para_core.devices import RESERVED, device_named, link_named
 
 MODELS = ("FLUX.1-dev", "FLUX.2-dev", "HunyuanVideo", "Wan 2.2 A14B", "Wan 2.2 TI2V 5B", "CogVideoX-5B")
 # Each machine has the device, its link (None for the usual one), and numbers of ranks, all in one host.
@@ -35,9 +35,8 @@ MACHINES: tuple[tuple[str, str | None, tuple[int, ...]], ...] = (
 RANKS = (1, 2, 4, 8)
 # The page shows these models and numbers of ranks of machines.json.
 SHOWN_MODELS, SHOWN_RANKS = ("FLUX.1-dev", "FLUX.2-dev", "HunyuanVideo", "Wan 2.2 A14B"), (2, 4, 8)
-# These are the bytes of common devices, and the part that the planner leaves to CUDA, NCCL and fragments.
+# The bytes of common devices.
 DEVICE_BYTES = (24e9, 48e9, 80e9, 141e9, 180e9)
-RESERVED = 6e9
 
 
 # -- The best mesh of each machine.

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from para_core.adapters import plan_mesh
 from para_core.adapters.planner.choose import EQUALLY_FAST, Choices
 from para_core.adapters.planner.mesh import MeshShape, all_shapes
-from para_core.adapters.planner.predict import RESERVED, Machine, predict, traffic_of
+from para_core.adapters.planner.predict import Machine, predict, traffic_of
 from para_core.adapters.planner.predictions import PUBLISHED_RATIOS, duration, predict_meshes
 from para_core.adapters.planner.weights import ModuleBytes, Placement, Weights
 from para_core.adapters.planner.work import AttentionWork, CallWork, GenerationSizes, Workload
-from para_core.devices import DEVICES, LINKS, Link
+from para_core.devices import DEVICES, LINKS, RESERVED, Link
 
 WIDTH = 3072
 BLOCKS = ((2.0, 3 << 30), (2.0, 3 << 30), *[(1.0, 2 << 30)] * 8)
