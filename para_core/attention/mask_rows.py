@@ -144,7 +144,7 @@ def follow_parts(function: Function, args: Sequence[Any], values: Iterable[Any],
         return
     is_view = name in _NAMES_OF_VIEWS
     mark = None
-    if is_view or name in _NAMES_BY_ROW or (name == "setitem" and _has_all_rows(args[1])):
+    if is_view or name in _NAMES_BY_ROW or (name == "setitem" and _writes_columns(args[1], args[2])):
         mark = _common_mark(read, output, is_view=is_view, is_taken=name == "getitem", writes=writes)
     if mark is not None:
         _set_mark(output, mark)
@@ -155,9 +155,16 @@ def _has_no_rows(x: Tensor) -> bool:
     return x.is_nested or x.layout is not torch.strided
 
 
-def _has_all_rows(index: Any) -> bool:
-    """Whether ``x[index]`` is ``x[..., columns]``."""
-    return isinstance(index, tuple) and len(index) == 2 and index[0] is Ellipsis
+def _writes_columns(index: Any, value: Any) -> bool:
+    """Whether ``x[index] = value`` writes the same columns of every row, and rows of ``value`` to rows of ``x``."""
+    if not (isinstance(index, tuple) and len(index) == 2 and index[0] is Ellipsis):
+        return False
+    columns = index[1]
+    # One number removes the dim of columns, so a value with a dim would have an entry per row. A bool adds a dim.
+    if isinstance(columns, int) and not isinstance(columns, bool):
+        return not (isinstance(value, Tensor) and value.ndim > 0)
+    # A bool tensor of two dims is an index of rows and columns.
+    return isinstance(columns, slice) or (isinstance(columns, Tensor) and columns.ndim == 1)
 
 
 def _common_mark(

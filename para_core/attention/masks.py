@@ -48,6 +48,14 @@ def infer_mask_extents(
     ``sizes`` are those on each of ``ranks``: all ranks if they exchanged them (in eager code), otherwise this
     rank alone.
 
+    >>> from para_core.layout.sequence import even_layout
+    >>> layout = even_layout(8, ranks=2)
+    >>> infer_mask_extents([(4, 8), (4, 8)], layout, layout, [0, 1])
+    MaskExtents(queries='local', keys='global')
+    >>> one_each = even_layout(2, ranks=2)
+    >>> infer_mask_extents([(1, 2)], one_each, one_each, [0])
+    MaskExtents(queries='local', keys='global')
+
     Raises:
         ValueError: The sizes fit no extent, or both dims are local.
     """
@@ -55,14 +63,27 @@ def infer_mask_extents(
     keys = _infer_extent("key", [size for _, size in sizes], key_layout, ranks)
     if queries == keys == "local":
         raise ValueError(
-            f"attn_mask is [..., {sizes[0][0]}, {sizes[0][1]}]: this rank's queries by this rank's keys. That is a "
+            f"attn_mask is [..., {sizes[0][0]}, {sizes[0][1]}]: a rank's queries by the same rank's keys. That is a "
             "block of the diagonal, and says nothing about other ranks' keys. Pass all columns (key dim "
             f"{key_layout.total}), or all rows (query dim {query_layout.total}). A model that builds its own mask from "
             "this rank's tokens (Hugging Face transformers: for padding, for position_ids that are not consecutive, "
             "and always while it is compiled) takes a 4-D mask over all tokens, sharded by rows: "
             "cp.shard(mask, dim=-2). propose_plan needs none."
         )
+    if len(ranks) < query_layout.ranks:
+        # If each rank holds one token, a size of 1 may be broadcast or local, and no rank knows. Next to a global
+        # dim local is right for both: all ranks then have the same row or column, and exchange it for nothing.
+        # Ranks that know all masks decide this with the marks of cp.shard (call_agreement._with_single_tokens).
+        if queries == "broadcast" and keys == "global" and _holds_one_each(query_layout):
+            queries = "local"
+        elif keys == "broadcast" and queries == "global" and _holds_one_each(key_layout):
+            keys = "local"
     return MaskExtents(queries, keys)
+
+
+def _holds_one_each(layout: SequenceLayout) -> bool:
+    """Whether each of several ranks holds one token. While tracing, other lengths cost one guard."""
+    return layout.total == layout.ranks and all(size == 1 for size in layout.sizes())
 
 
 def _infer_extent(kind: str, sizes: Sequence[int], layout: SequenceLayout, ranks: Sequence[int]) -> Extent:
@@ -70,8 +91,19 @@ def _infer_extent(kind: str, sizes: Sequence[int], layout: SequenceLayout, ranks
     of them.
 
     Otherwise a rank decides by its own size, so a size that could mean two things must raise on at least one
-    rank. A rank whose part is 1 then takes its mask for a broadcast one and goes on. The ranks with larger
-    parts raise, so that it waits for them in vain, instead of computing something else than they do.
+    rank. A rank whose part is 1 then takes its mask for a broadcast one and goes on. The ranks with other
+    parts raise, so that it waits for them in vain, instead of computing something else than they do. If all
+    parts are 1, :func:`infer_mask_extents` decides.
+
+    >>> from para_core.layout.sequence import even_layout
+    >>> _infer_extent("key", [2, 1], even_layout(3, ranks=2), [0, 1])
+    'local'
+    >>> _infer_extent("key", [2], even_layout(3, ranks=2), [0])  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    ValueError: attn_mask has key dim 2, this rank's part of 3. Another rank's part is 1, ...
+    >>> _infer_extent("key", [0], even_layout(1, ranks=2), [1])  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    ValueError: attn_mask has key dim 0, and of 1 tokens one rank holds all: ...
     """
     if all(size == 1 for size in sizes):
         return "broadcast"

@@ -72,7 +72,7 @@ class ToHeads(Swap):
 
     def _packs_views(self, shapes: Shapes, groups: Sequence[RankGroup]) -> bool:
         """Whether one view of each tensor, of all its tokens and heads, shows the slices of all ranks."""
-        if len(groups) > 1 or len(shapes.tables) > 1 or groups[0].number == 1 or self._leaves_out_replicated:
+        if len(groups) > 1 or len(shapes.tables) > 1 or self._leaves_out_replicated:
             return False
         return all(step == count for _, count, step in groups[0].heads)
 

@@ -38,6 +38,9 @@ class ToTokens(Swap):
     With ``replicated``, every rank gets all heads of the replicated tokens. Without it, they are not sent,
     and a result has zeros for the heads of other ranks: it is a share of a sum over ranks, as gradients of
     copies are. Where several ranks have the same head, their results are summed.
+
+    A single tensor is neither: the only exchange of one is that of the output (``UlyssesPlan.leave``), with
+    ``replicated`` and each head on one rank.
     """
 
     def shares_tokens(self, index: int, other: int) -> bool:

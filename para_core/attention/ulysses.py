@@ -79,13 +79,18 @@ class Heads:
     def key_of_each_query(self, rank: int, device: torch.device) -> Tensor | None:
         """Return the index of the key head of each query head of ``rank``, both counted from 0 there.
 
-        Return None if query heads form groups of equal size, and group i uses key head i.
+        Return None if ``rank`` has a single key head or whole groups of query heads, because SDPA then pairs
+        the same heads.
+
+        >>> heads = Heads(num_heads=6, num_kv_heads=2, ranks=4)  # Of 2, 2, 1 and 1 query heads.
+        >>> [heads.key_of_each_query(rank, torch.device("cpu")) for rank in range(4)]
+        [None, tensor([0, 1]), None, None]
         """
         (start, count), (first_key, num_keys) = self.query_runs[rank], self.key_runs[rank]
         group = 1
         if self.num_kv_heads:
             group = self.num_heads // self.num_kv_heads
-        if start % group == 0 and count == num_keys * group:
+        if num_keys == 1 or (start % group == 0 and count == num_keys * group):
             return None
         return torch.arange(start, start + count, device=device) // group - first_key
 

@@ -48,7 +48,8 @@ def usp_forward(
         mask: The result of :func:`~para_core.attention.masks.mask_of_block`, or None.
         attn_func: Computes local attention in place of ``plan.spec.options.backend``, if it is not None.
         save: Whether to return the tensors that the gradient needs. The call then uses
-            :attr:`AttentionPlan.with_gradients`, so nothing is rounded to 8 bits.
+            :attr:`AttentionPlan.with_gradients`, so nothing is rounded to 8 bits. So does a call by
+            ``attn_func`` while gradients are enabled.
 
     Collective. Autograd records it only if ``attn_func`` is given; otherwise the caller differentiates it by
     the saved tensors (:mod:`para_core.attention.gradients`).
@@ -75,7 +76,8 @@ def attend_over_mesh(
     save: bool = False,
 ) -> tuple[Tensor, Saved | None]:
     """Return what :func:`usp_forward` returns, if autocast is off. Collective."""
-    if save:
+    # Whether the inputs require a gradient does not tell it for an attn_func, which may capture a parameter.
+    if save or (attn_func is not None and torch.is_grad_enabled()):
         plan = plan.with_gradients
     ulysses = plan.ulysses
     if ulysses is None:
@@ -143,6 +145,7 @@ def attend_block(
         if plan.style.has_all_keys:
             out = plan.style.select_queries(out)
         return out, None
+    # One option at most has it, and is by position: SDPA above would leave it out.
     attend: Callable[..., tuple[Tensor, Tensor]] = attend_all
     for option in plan.spec.options.others:
         if option.attend is not None:
@@ -183,7 +186,11 @@ def attend_all(
     if out.dtype != query.dtype:
         out = out.to(query.dtype)
     if torch.is_grad_enabled():
-        out = add_autograd_dependency(out, [query, key, value, *into.received])
+        # A rank without queries or heads uses none of them, but collectives have brought them, the mask, too.
+        inputs = [query, key, value, *into.received]
+        if mask is not None:
+            inputs.append(mask)
+        out = add_autograd_dependency(out, inputs)
     return out, lse
 
 

@@ -77,7 +77,8 @@ class UnifiedAttnMode(LayoutMode):
 
             - ``comm_dtype`` (`torch.dtype`, *optional*): ``torch.int8`` or ``torch.float8_e4m3fn`` halves the
               bytes sent for 16-bit tensors: query, key, value and output are rounded to 8 bits, with one
-              scale per token and head. Not exact, and only applied to calls that require no gradient.
+              scale per token and head. Not exact, and only applied to calls that require no gradient; with
+              ``attn_func``, which may use parameters of its own, only while gradients are disabled.
             - ``rotate_method`` (`str`, *optional*, defaults to `"alltoall"`): How keys and values reach the
               other ranks of a ring. ``"alltoall"`` passes them on from neighbour to neighbour.
               ``"allgather"`` gathers them in one collective, which needs memory for all of them; the backward

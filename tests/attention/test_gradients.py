@@ -55,8 +55,7 @@ def test_cancelling_gradient_is_as_exact_as_one_device(rank_pool, dims, options,
     with sdpa_kernel([SDPBackend.MATH]):
         for tensors in (exact, alone):
             F.scaled_dot_product_attention(*tensors).sum().backward()
-    arguments = ([*inputs, None][:4], dims, options, compiled)
-    of_ranks = rank_pool.run(cancelling_gradients, dims[0] * dims[1], *arguments)
+    of_ranks = rank_pool.run(cancelling_gradients, dims[0] * dims[1], [*inputs, None][:4], dims, options, compiled)
     # The gradient of a mask is a sum over heads, and each Ulysses rank rounds the sum over its own heads.
     for x, y, factor, *parts in zip(exact, alone, [1.2, 1.2, 1.2, 2.0], *of_ranks, strict=False):
         error = relative_error(sum(grad.double() for grad in parts), x.grad)
@@ -66,28 +65,27 @@ def test_cancelling_gradient_is_as_exact_as_one_device(rank_pool, dims, options,
 # -- What is captured, or differentiated otherwise.
 
 
-def learn_scale(ring, ulysses):
-    scale = torch.tensor(0.7, requires_grad=True)
-
-    def with_own_scale(query, key, value, **options):
-        return own_attention(query * scale, key, value, **options)
-
+def learn_scale_and_mask(ring, ulysses):
+    scale, bias = (torch.full(shape, 0.7, requires_grad=True) for shape in ((), (12, 12)))
+    own = {"attn_func": lambda query, *others, **options: own_attention(query * scale, *others, **options)}
     mesh = cpu_mesh(ring, ulysses)
-    qkv = [x.chunk(2, dim=2)[mesh.get_rank()] for x in make_qkv(12, 4)]
-    with UnifiedAttnMode(mesh, attn_func=with_own_scale):
-        F.scaled_dot_product_attention(*qkv).square().sum().backward()
-    return scale.grad
+    qkv = [x.chunk(2, dim=2)[mesh.get_rank()] for x in make_qkv(12, 1)]
+    with UnifiedAttnMode(mesh, **own, comm_dtype=torch.int8) as cp:
+        F.scaled_dot_product_attention(*qkv, cp.shard(bias, dim=-2)).square().sum().backward()
+    return [torch.zeros_like(x) if x.grad is None else x.grad for x in (scale, bias)]
 
 
-@pytest.mark.parametrize(("ring", "ulysses"), [(2, 1), (1, 2)])
-def test_what_the_users_function_captures_gets_its_gradient(rank_pool, ring, ulysses):
-    scale, (query, key, value) = torch.tensor(0.7, requires_grad=True), make_qkv(12, 4)
-    F.scaled_dot_product_attention(query * scale, key, value).square().sum().backward()
-    assert relative_error(sum(rank_pool.run(learn_scale, 2, ring, ulysses)), scale.grad) < 1e-4
+@pytest.mark.parametrize(("ring", "ulysses"), [(2, 1), (1, 2)])  # With Ulysses one rank has no head.
+def test_mask_and_what_the_users_function_captures_get_their_gradients(rank_pool, ring, ulysses):
+    scale, bias = inputs = [torch.full(shape, 0.7, requires_grad=True) for shape in ((), (12, 12))]
+    query, key, value = make_qkv(12, 1)
+    F.scaled_dot_product_attention(query * scale, key, value, bias).square().sum().backward()
+    for x, *of_ranks in zip(inputs, *rank_pool.run(learn_scale_and_mask, 2, ring, ulysses), strict=True):
+        assert relative_error(sum(of_ranks), x.grad) < 1e-4
 
 
 def transform(ring, ulysses, assume_equal):
-    """Return the gradient that torch.func takes. Other transforms, and second derivatives, raise."""
+    """Return gradients by torch.func, and if the first rank's is None. Other transforms and second gradients raise."""
     mesh = cpu_mesh(ring, ulysses)
     q, k, v = (x.chunk(2, dim=2)[mesh.get_rank()].clone() for x in make_qkv(12, 4))
 
@@ -108,31 +106,33 @@ def transform(ring, ulysses, assume_equal):
         torch.func.vmap(attend)(q[:, None])
     leaf = q.clone().requires_grad_()
     second = pytest.raises(RuntimeError, match=r"second derivative.*create_graph=True")
-    for loss in (linear, lambda q: attend(q).square().sum()):
+    for loss in (linear, lambda q: attend(q).square().sum(), torch.compile(linear, backend="eager")):
         with second:
             torch.autograd.grad(loss(leaf), leaf, create_graph=True)
-    with second:
-        torch.func.grad(lambda q: torch.func.grad(linear)(q).sum())(q)
-    with second:
-        torch.func.grad(linear)(leaf)  # It also requires a gradient outside the transform.
-    return torch.func.grad(linear)(q)
+    for loss, x in ((lambda q: torch.func.grad(linear)(q).sum(), q), (linear, leaf)):
+        with second:
+            torch.func.grad(loss)(x)  # The leaf also requires a gradient outside the transform.
+    for call in (attend, torch.compile(attend, backend="eager")):
+        out = call(leaf)
+        if mesh.get_rank() == 0:  # A user's function that uses the output may also return None as gradient.
+            out.grad_fn.register_prehook(lambda grads: (None,) * len(grads))
+        out.sum().backward()
+    return torch.func.grad(linear)(q), leaf.grad
 
 
 @pytest.mark.parametrize(("ring", "ulysses", "assume_equal"), [(2, 1, False), (1, 2, True)])
 def test_transforms_and_second_gradients_raise_or_are_right(rank_pool, ring, ulysses, assume_equal):
     q, k, v = make_qkv(12, 4)
     whole = torch.func.grad(lambda q: F.scaled_dot_product_attention(q, k, v).sum())(q)
-    for rank, grad in enumerate(rank_pool.run(transform, 2, ring, ulysses, assume_equal)):
+    for rank, (grad, of_two) in enumerate(rank_pool.run(transform, 2, ring, ulysses, assume_equal)):
         torch.testing.assert_close(grad, whole.chunk(2, dim=2)[rank], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(of_two, 2 * rank * grad)
 
 
-@pytest.mark.parametrize("missing", ["all", "that of the ring"])
+@pytest.mark.parametrize("missing", [(operator, "_DIFFERENTIATE", []), (Ring, "gradient", "gradients.missing:ring")])
 def test_missing_feature_for_gradients_is_refused(monkeypatch, missing):
     """Inference works without it, and a call that requires a gradient says what is missing."""
-    if missing == "all":
-        monkeypatch.setattr(operator, "_DIFFERENTIATE", [])
-    else:
-        monkeypatch.setattr(Ring, "gradient", "gradients.missing:ring_backward")
+    monkeypatch.setattr(*missing)
     query = torch.randn(1, 2, 3, 4, requires_grad=True)
     with fake_group(2):
         mesh = init_context_parallel_mesh("cpu", max_ring_dim_size=2)

@@ -24,25 +24,23 @@ def write(x, index, value):
 # What is computed row by row from a mask or a sharded part of it.
 FOLLOWED = {
     "itself": lambda mask: mask,
-    "a batch": lambda mask: mask[None, None].expand(2, 4, -1, -1),
-    "another view": lambda mask: mask.view(1, *mask.shape),
+    "a batch": lambda mask: mask.view(1, *mask.shape)[None].expand(2, 4, -1, -1),
     "written to": lambda mask: mask.logical_or_(KEYS[None]),
-    "a copy": lambda mask: mask.clone(),
-    "logical_not": lambda mask: ~mask,
+    "the opposite of a copy": lambda mask: ~mask.clone(),
     "a cast": lambda mask: mask.to(mask.new_zeros(mask.shape, dtype=torch.float32)),
     "a product": lambda mask: mask & KEYS[None],
     "heads": lambda mask: mask[None].repeat_interleave(4, dim=0)[None, :, :, :],
     "low numbers of zeros": lambda mask: torch.zeros(mask.shape)[None].masked_fill(~mask, -1e4)[0].to(torch.float32),
     "low numbers of full": lambda mask: torch.full(mask.shape, 0.0).masked_fill_(~mask, -1e4),
     "a static buffer": lambda mask: mask.new_empty(mask.shape).copy_(mask),
-    "columns shown": lambda mask: write(mask, (..., slice(5, 8)), False),
+    "columns hidden": lambda mask: write(write(mask, (..., slice(6, 8)), False), (..., KEYS.logical_not()), False),
+    "a column shown": lambda mask: write(mask, (..., 0), True),
     "where": lambda mask: torch.where(mask, torch.zeros(()), torch.tensor(-torch.inf)),
 }
 # Rows of a rank with 4 of 8 tokens that no one knows to be its own.
 UNKNOWN = {
     "new values": lambda part: torch.tensor(part.tolist()),
     "of the length": lambda part: torch.ones_like(part).tril(),
-    "new_ones": lambda part: part.new_ones(4, 8).tril(),
     "rows counted from the first of the part": lambda part: part.tril(),
     "written to": lambda part: part.tril_(),
     "with such a mask": lambda part: part & torch.ones(4, 8, dtype=torch.bool).tril(),
@@ -51,6 +49,8 @@ UNKNOWN = {
     "written through a view": lambda part: (part[None].tril_(), part)[1],
     "overwritten": lambda part: part.copy_(torch.ones(4, 8).tril()),
     "with another row": lambda part: write(part, 1, part[0].clone()),
+    "written at an index of both": lambda part: write(part, (..., torch.ones_like(part).tril()), True),
+    "with a number per row": lambda part: write(part, (..., 0), KEYS[:4]),
     "written to zeros": lambda part: torch.zeros_like(part).tril_().logical_or_(part),
     "all hidden": lambda _: torch.zeros(4, 8, dtype=torch.bool),  # As a causal mask whose first tokens are padding.
 }

@@ -63,10 +63,14 @@ def _save(ctx: Any, inputs: Sequence[Any], output: Sequence[Tensor], plan: Atten
     """Save for the backward what :class:`Saved` holds, from the inputs and outputs of an operator or function.
 
     The saved tensors are the mask, a marker that is not read, and the fields of :class:`Saved` in their order.
+    :func:`_begin_backward` reads what else is set.
     """
     query, key, value, mask, *_ = inputs
     out, lse, block_query, block_key, block_value, block_out, *_ = output
+    ctx.followed_outside = _is_followed_outside(inputs)
+    ctx.out_shape = out.shape
     ctx.mark_non_differentiable(*output[1:])
+    # Otherwise torch would make zeros for the gradient of each output, also of these.
     ctx.set_materialize_grads(False)
     # If activation checkpointing recomputes this call outside the mode, by SDPA, the marker makes torch raise
     # an error, because the saved tensors then differ in shape.
@@ -83,7 +87,23 @@ def _is_followed_outside(tensors: Sequence[Any]) -> bool:
     return any(unwrap_transform_tensor(x).requires_grad for x in inside)
 
 
-def _check_no_second_derivative(followed_outside: bool, grad_out: Tensor) -> None:
+def _begin_backward(ctx: Any, grad_out: Tensor | None) -> tuple[Tensor, Tensor | None, list[Tensor]]:
+    """Return the gradient of the output, the mask and the fields of :class:`Saved`.
+
+    The gradient is None if a function that used the output returned no gradient. It is then zeros, because
+    other ranks may have one, and the backward is collective.
+
+    Raises:
+        RuntimeError: This gradient would itself be differentiated.
+    """
+    mask, _, *saved = ctx.saved_tensors
+    _check_no_second_derivative(ctx.followed_outside, grad_out)
+    if grad_out is None:
+        grad_out = saved[0].new_zeros(ctx.out_shape)
+    return grad_out, mask, saved
+
+
+def _check_no_second_derivative(followed_outside: bool, grad_out: Tensor | None) -> None:
     """Raise ``RuntimeError`` if this gradient would itself be differentiated, which would silently be wrong,
     because autograd does not record the operators that compute it.
 
@@ -114,18 +134,16 @@ class _EagerAttention(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         ctx.plan = inputs[4]
-        ctx.followed_outside = _is_followed_outside(inputs)
         _save(ctx, inputs, output, ctx.plan)
 
     @staticmethod
-    def backward(ctx: Any, grad_out: Tensor, *_: Any) -> Any:
-        mask, _, *saved = ctx.saved_tensors
-        _check_no_second_derivative(ctx.followed_outside, grad_out)
+    def backward(ctx: Any, grad_out: Tensor | None, *_: Any) -> Any:
+        grad_out, mask, saved = _begin_backward(ctx, grad_out)
         with torch.no_grad():
             *grads, grad_mask = usp_backward(
                 ctx.plan, grad_out, Saved(*saved), mask, mask_gradient=ctx.needs_input_grad[3]
             )
-        if grad_mask is not None:
+        if grad_mask is not None and mask is not None:
             grad_mask = grad_mask.to(mask.dtype)
         return (*grads, grad_mask, None)
 
@@ -204,8 +222,8 @@ def _context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> N
     _save(ctx, inputs, output, read_plan(text, numbers, scale))
 
 
-def _gradient(ctx: Any, grad_out: Tensor, *_: Any) -> tuple[Any, ...]:
-    mask, _, *saved = ctx.saved_tensors
+def _gradient(ctx: Any, grad_out: Tensor | None, *_: Any) -> tuple[Any, ...]:
+    grad_out, mask, saved = _begin_backward(ctx, grad_out)
     mask_gradient = ctx.needs_input_grad[3]
     *grads, grad_mask, _ = torch.ops.para_core.attention_backward(
         grad_out, mask, saved, mask_gradient, *ctx.call
