@@ -13,13 +13,13 @@ from torch.utils.checkpoint import checkpoint
 
 from para_core import UnifiedAttnMode, ring_attention, ulysses_attention, unified_attention
 from tests.attention.one_device import make_qkv
-from tests.modes.test_unified import Transformer
+from tests.modes.test_unified import Attention
 from tests.rank_pool import RankPoolError
 from tests.tiny import cpu_mesh, fill, relative_error
 
 
 def make_model():
-    return fill(Transformer(width=12, heads=3, depth=1), seed=1)
+    return fill(Attention(width=12, heads=3), seed=1)
 
 
 def tokens(S, batch=2):

@@ -16,7 +16,9 @@ of images, are :class:`para_core.layout.pieces.Layout`. Tests: tests/layout/test
 from __future__ import annotations
 
 from dataclasses import dataclass
-from numbers import Integral, Number
+from numbers import Integral
+
+from torch import SymInt
 
 # A run is a number of consecutive tokens, as (start, length).
 Run = tuple[int, int]
@@ -49,7 +51,7 @@ class Segment:
     (10, 5)
 
     Raises:
-        TypeError: ``total`` or ``together`` is a number that is no integer.
+        TypeError: ``total`` or ``together`` is no integer, such as a tensor.
         ValueError: The segment is replicated and balanced, or ``together`` does not divide ``total`` or is
             combined with ``balanced``.
     """
@@ -81,7 +83,7 @@ class Segment:
             number = getattr(self, name)
             if isinstance(number, Integral):
                 object.__setattr__(self, name, int(number))
-            elif isinstance(number, Number):
+            elif not isinstance(number, SymInt):
                 raise TypeError(f"segment {self.name!r} has {name}={number!r}; expected an integer.")
 
     def sizes(self, ranks: int) -> tuple[int, ...]:
@@ -160,6 +162,7 @@ class SequenceLayout:
     ((6, 5), 8)
 
     Raises:
+        TypeError: ``segments`` is no tuple or list of segments.
         ValueError: There is no segment, or no rank.
     """
 
@@ -167,6 +170,13 @@ class SequenceLayout:
     ranks: int
 
     def __post_init__(self) -> None:
+        if type(self.segments) is not tuple:
+            if not isinstance(self.segments, (tuple, list)):
+                raise TypeError(
+                    f"segments is a {type(self.segments).__name__}; expected a tuple of Segment, also of a single one."
+                )
+            # Plans of attention calls are cached by layouts, and a list has no hash.
+            object.__setattr__(self, "segments", tuple(self.segments))
         if not self.segments:
             raise ValueError("a SequenceLayout needs at least one Segment, got none.")
         if self.ranks < 1:

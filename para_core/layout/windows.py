@@ -83,7 +83,9 @@ def plan_convolution(sizes: Sizes, extent: int, stride: int, padding: int) -> Wi
     including dilation.
 
     Output row j is computed by the rank that holds the middle of its window, which is input row
-    ``j · stride − padding + (extent − 1) // 2``.
+    ``j · stride − padding + (extent − 1) // 2``, unless a rank would get no rows (:func:`_output_sizes`).
+    With fewer output rows than ranks the last ranks get none, and their runs have no meaning: callers refuse
+    such sizes (:func:`para_core.spatial.rules.require_rows`).
 
     >>> plan_convolution((4, 3), extent=3, stride=1, padding=1)
     Windows(sizes=(4, 3), wanted=((-1, 6), (3, 5)))
@@ -147,7 +149,7 @@ def plan_overlap(sizes: Sizes, extent: int, stride: int, padding: int) -> Overla
     possible.
 
     Two steps are not possible if ``extent`` is even or 1, if some rank has only output rows that need a halo,
-    or if the padding is wider than half a window.
+    or if a rank does not hold the middles of the windows of its output rows.
 
     >>> plan = plan_overlap((4, 4), extent=3, stride=1, padding=1)
     >>> plan.middle, plan.top, plan.bottom
@@ -163,7 +165,8 @@ def plan_overlap(sizes: Sizes, extent: int, stride: int, padding: int) -> Overla
     bottom: list[Run | None] = []
     for (start, stop), (first, end_of_rank) in zip(bounds_of(output), bounds_of(sizes), strict=True):
         begin, end = start * stride - padding + half, (stop - 1) * stride - padding + half + 1
-        if begin < first or end > end_of_rank:  # The padding is wider than half a window.
+        # The padding is wider than half a window, or the output is divided evenly (_output_sizes).
+        if begin < first or end > end_of_rank:
             return None
         middle.append((begin - first, end - begin))
         top.append((begin - half, edge_extent))

@@ -33,17 +33,29 @@ _FORWARDS = ("_flash_attn_forward", "_flash_attn_varlen_forward", "fwd", "varlen
 # Arguments of FlashAttention that are converted to arguments of SDPA (_READ), or that may be ignored, because
 # they do not change the result of a supported call (_WITHOUT_EFFECT). Any other argument that is set raises
 # an error.
-_READ = {"q", "k", "v", "softmax_scale", "causal", "is_causal", "window_size_left", "window_size_right"} | {
-    f"{name}_{x}" for name in ("cu_seqlens", "max_seqlen") for x in "qk"
+_READ = {
+    "q",
+    "k",
+    "v",
+    "cu_seqlens_q",
+    "cu_seqlens_k",
+    "softmax_scale",
+    "causal",
+    "is_causal",
+    "window_size_left",
+    "window_size_right",
 }
 _WITHOUT_EFFECT = {
+    # Only one sequence is computed, and cu_seqlens says its length.
+    "max_seqlen_q",
+    "max_seqlen_k",
     "num_splits",
     "pack_gqa",
     "sm_margin",
     "scheduler_metadata",
     "zero_tensors",
     "deterministic",
-} | {
+    # Without rotary_cos, which is refused, these say nothing.
     "rotary_interleaved",
     "is_rotary_interleaved",
 }

@@ -111,7 +111,7 @@ class LayoutMode(ShardingMode):
             ValueError: If ``dim`` is out of range, the length of ``x`` differs between ranks or from
                 ``sequence``, or several sharded sequences fit a mask without ``sequence``. In eager code all
                 ranks raise.
-            TypeError: If an argument is missing or not allowed for the type of ``x``.
+            TypeError: If an argument is missing, of another type, or not allowed for the type of ``x``.
             RuntimeError: If ``sequence`` is missing for a tensor inside a compiled function.
         """
         shard_mask = mask_sharder(x)
@@ -225,6 +225,7 @@ class LayoutMode(ShardingMode):
             key_layout (:class:`SequenceLayout`, *optional*): The layout of the keys.
 
         Raises:
+            TypeError: If a layout is no :class:`SequenceLayout`.
             ValueError: If a layout is for another number of ranks.
         """
         before = self._explicit
@@ -247,6 +248,7 @@ class LayoutMode(ShardingMode):
             layout (:class:`SequenceLayout`): The layout of the queries and keys.
 
         Raises:
+            TypeError: If the layout is no :class:`SequenceLayout`.
             ValueError: If the layout is for another number of ranks.
         """
         self._set_explicit(self._explicit_layouts(layout, None))
@@ -290,7 +292,10 @@ class LayoutMode(ShardingMode):
         return sequence_of_length(num_tokens, segments, mesh.rank, mesh.ranks, kind=kind, ordered=ordered)
 
     def _warn_of_equal_parts(self, num_tokens: int) -> None:
-        """Log a warning once if nothing was sharded inside this mode, which a user may have forgotten."""
+        """Log a warning once if nothing was sharded inside this mode, which a user may have forgotten.
+
+        A mode that was not entered (depth 0) is one of :mod:`.functional`, whose callers pass parts by definition.
+        """
         if torch.compiler.is_compiling():
             return
         ranks = self._mesh.ranks

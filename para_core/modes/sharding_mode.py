@@ -96,6 +96,7 @@ class ShardingMode(TorchFunctionMode):
                 are consecutive. Defaults to consecutive tokens.
 
         Raises:
+            TypeError: If ``total`` is no integer.
             ValueError: If ``balance`` is neither ``"causal"`` nor None.
         """
         if balance not in (None, "causal"):
@@ -112,7 +113,14 @@ class ShardingMode(TorchFunctionMode):
         return to_trace_safe(self._require_ranks(layout).segments, self._mesh.device_type)
 
     def _require_ranks(self, layout: SequenceLayout) -> SequenceLayout:
-        """Return ``layout``. Raise ``ValueError`` if it is for another number of ranks."""
+        """Return ``layout``. Raise ``TypeError`` if it is no layout, and ``ValueError`` if it is for another
+        number of ranks.
+        """
+        if not isinstance(layout, SequenceLayout):
+            raise TypeError(
+                f"got a {type(layout).__name__} as a layout; expected the value of cp.sequence(total), or a "
+                "SequenceLayout."
+            )
         if layout.ranks != self._mesh.ranks:
             raise ValueError(f"the layout is for {layout.ranks} ranks, but the mesh has {self._mesh.ranks}.")
         return layout
@@ -235,16 +243,16 @@ class ShardingMode(TorchFunctionMode):
         balance: Literal["causal"] | None = None,
     ) -> SequenceLayout:
         """Return the layout of ``x`` along ``dim`` (:meth:`_require_layout`), which is valid and equal on all
-        ranks. Collective in eager code, unless ``assume_equal`` is set.
+        ranks.
 
-        In eager code the ranks compare their layouts, unless ``assume_equal`` is True. If the layout is
-        invalid on any rank or differs between ranks, all ranks raise.
+        In eager code, unless ``assume_equal`` is set, the ranks compare their layouts, a collective. If the
+        layout is then invalid on any rank or differs between ranks, all ranks raise.
         """
         exchanges = self._mesh.ranks > 1 and not (self._assume_equal or torch.compiler.is_compiling())
         if exchanges:
             self._mesh.check_alive()
         try:
-            layout = self._require_layout(x, dim, sequence, is_whole, balance)
+            layout = self._require_layout(x, dim, sequence, is_whole=is_whole, balance=balance)
         except (TypeError, ValueError) as error:
             if exchanges:
                 agree(error, self._mesh)
@@ -260,6 +268,7 @@ class ShardingMode(TorchFunctionMode):
         x: Tensor,
         dim: int,
         sequence: SequenceLayout | None,
+        *,
         is_whole: bool,
         balance: Literal["causal"] | None,
     ) -> SequenceLayout:
@@ -273,10 +282,6 @@ class ShardingMode(TorchFunctionMode):
             )
         if not isinstance(x, Tensor):
             raise TypeError(f"got a {type(x).__name__}; expected a tensor.")
-        if not isinstance(sequence, SequenceLayout | None):
-            raise TypeError(
-                f"sequence is a {type(sequence).__name__}; expected the value of cp.sequence(total)."
-            )
         if not hasattr(dim, "__index__"):
             raise TypeError(f"dim is {dim!r}; expected the number of the dim that is sharded.")
         if not -x.ndim <= dim < x.ndim:

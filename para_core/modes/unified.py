@@ -97,6 +97,7 @@ class UnifiedAttnMode(LayoutMode):
 
     Raises:
         ImportError: If ``backend`` names a library that is not installed.
+        TypeError: If a layout is no :class:`SequenceLayout`.
         ValueError: If the mesh has no suitable dim, a layout is for another number of ranks, ``key_layout``
             is passed without ``layout``, or an option has an unknown value or excludes another option.
 

@@ -261,6 +261,7 @@ class AttentionCheck:
         return output
 
     def _bypass_error(self, module: nn.Module) -> RuntimeError:
+        """Return the error for an attention module that ran and made no attention call that was intercepted."""
         parts = {**self._planned, **self._wrapped}
         name = next((name for name, part in parts.items() if part is module), "an attention module")
         processor = processor_of(module)

@@ -98,7 +98,13 @@ class HeadExchange:
             ValueError: The width of the output does not show which of its entries are those of a head.
         """
         count = parts or 1
-        width = x.shape[2] // (count * self._heads)
+        width, rest = divmod(x.shape[2], count * self._heads)
+        if rest:
+            raise ValueError(
+                f"a projection of an attention module of {self._heads} heads has an output of {x.shape[2]} entries, "
+                f"which are not {count} part(s) of equal heads: parts= in the AttentionByHeads of the plan does not "
+                "fit, or there are fewer heads of keys than of queries, which is not supported."
+            )
         self._widths.append((width, parts))
         self._check_head_widths()
         if count > 1:

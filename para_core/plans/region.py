@@ -109,7 +109,7 @@ class Region:
         self._prepared_for: dict[tuple[AttnOptions, Backend | None], PreparedAttention] = {}
         self.use(self.options, self.cross_backend)
         # Whether the caller has verified that all ranks pass equal arguments (agreed_inputs.assume_agreed
-        # sets it).
+        # sets it). Such a caller also calls check_new_code(), which call_outer() then leaves out.
         self.inputs_agreed = False
 
         self._read_plan()
@@ -312,7 +312,8 @@ class Region:
         with encoders, interception.intercept_calls():
             inputs = [*args, *kwargs.values()]
             caches = None
-            if self.is_parallel and not torch.compiler.is_compiling():
+            # In a graph, too: a cache that a compiled call left with this rank's tokens would go unnoticed.
+            if self.is_parallel:
                 caches = CachesOfCall(inputs)
             interception.continues = caches is not None and caches.hold_tokens
             self.intercept_if_sharded(self.plan.inputs.values())
@@ -322,7 +323,7 @@ class Region:
                 with bind_recomputation(partial(self.bind, planned), module):
                     output = call(module, *args, **kwargs)
             if caches is not None:
-                caches.gather(inputs, output, tuple(self.executor.segments.values()), self.mesh)
+                caches.gather(inputs, output, self.segments, self.mesh)
             # A graph sets `intercepted`, too: it replays the attributes that were set while it was traced.
             if self.is_parallel and (interception.by_hand is not None or not planned.intercepted[0]):
                 self._conclude(module, planned, interception.by_hand)

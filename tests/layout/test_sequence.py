@@ -93,7 +93,7 @@ def test_a_group_holds_the_tokens_of_its_ranks_once(segments, groups, width):
 
 
 def test_layouts_are_values_of_integers():
-    assert len({even_layout(7, 2), even_layout(7, 2)}) == 1
+    assert len({even_layout(7, 2), SequenceLayout([Segment("sequence", 7)], 2)}) == 1
     assert {type(size) for size in even_layout(np.prod([7, 2]), 2).sizes()} == {int}
     assert SequenceLayout((Segment("text", 3, replicated=True),), 2) != SequenceLayout((Segment("text", 3),), 2)
 
@@ -108,9 +108,11 @@ def fetch_without_runs(x):
         (lambda: Segment("text", 3, replicated=True, balanced=True), "replicated and balanced"),
         (lambda: Segment("video", 7, together=2), "together=2"),
         (lambda: Segment("video", np.float32(7.5)), r"total=.*7\.5.*; expected an integer"),
+        (lambda: Segment("video", torch.tensor(7)), r"total=tensor\(7\); expected an integer"),
         (lambda: Segment("video", 8, together=0), "together=0"),
         (lambda: Segment("video", 8, balanced=True, together=2), "balanced=True"),
         (lambda: SequenceLayout((), ranks=2), "Segment"),
+        (lambda: SequenceLayout(Segment("image", 4), ranks=2), "segments is a Segment"),
         (lambda: SequenceLayout((Segment("image", 4),), ranks=-3), "ranks >= 1, got -3"),
         (lambda: fetch_without_runs(torch.ones(2, requires_grad=True)), "no run"),
     ],

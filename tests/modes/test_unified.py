@@ -18,7 +18,7 @@ from para_core import RingAttnMode, Segment, SequenceLayout, UlyssesAttnMode, Un
 from para_core.distributed.create_mesh import init_context_parallel_mesh
 from tests.attention.one_device import make_qkv, relative_error
 from tests.modes.outcomes import outcome
-from tests.tiny import cpu_mesh
+from tests.tiny import cpu_mesh, fill
 
 
 def attend_whole(mode, S=13, H=3, **options):
@@ -46,24 +46,8 @@ class Attention(nn.Module):
         return self.out(F.scaled_dot_product_attention(q, k, v, **self.options).transpose(1, 2).flatten(2))
 
 
-class Transformer(nn.Module):
-    def __init__(self, width=24, heads=3, depth=2):
-        super().__init__()
-        self.attentions = nn.ModuleList([Attention(width, heads) for _ in range(depth)])
-
-    def forward(self, x):
-        for attention in self.attentions:
-            x = x + attention(F.layer_norm(x, x.shape[-1:]))
-        return x
-
-
-def make_transformer():
-    torch.manual_seed(1)
-    return Transformer().eval()
-
-
-def tokens(S, seed=0, width=24):
-    return torch.randn(2, S, width, generator=torch.Generator().manual_seed(seed))
+def tokens(S, seed=0):
+    return torch.randn(2, S, 12, generator=torch.Generator().manual_seed(seed))
 
 
 MODULES = [(kind, first) for kind in ("attention", "relu", "gelu", "encoder", "decoder") for first in (True, False)]
@@ -93,14 +77,14 @@ MESH_OPTIONS = [{}, {"max_ring_dim_size": 4}, {"max_ring_dim_size": 2}, {"max_ul
 def run_modules():
     outs = []
     with torch.no_grad():
-        model = make_transformer()
+        model = fill(Attention(12, 3), seed=1)
         for S, options in enumerate(MESH_OPTIONS, start=11):
             with UnifiedAttnMode(init_context_parallel_mesh("cpu", **options)) as cp:
                 outs.append(cp.gather(model(cp.shard(tokens(S), dim=1)), dim=1))
     mesh = cpu_mesh(2, 2)
     for grad in (False, True):
         for kind, batch_first in MODULES:
-            x, dim = tokens(7, width=12), 1 if batch_first else 0
+            x, dim = tokens(7), 1 if batch_first else 0
             with torch.set_grad_enabled(grad), UnifiedAttnMode(mesh) as cp:
                 part = cp.shard(x if batch_first else x.transpose(0, 1), dim=dim)
                 y = call_module(make_module(kind, batch_first), kind, part)
@@ -109,9 +93,10 @@ def run_modules():
 
 
 def test_models_and_torchs_own_modules_equal_one_device(rank_pool):
-    x = tokens(7, width=12)
+    x = tokens(7)
     with torch.no_grad():
-        expected = [make_transformer()(tokens(S)) for S, _ in enumerate(MESH_OPTIONS, start=11)]
+        model = fill(Attention(12, 3), seed=1)
+        expected = [model(tokens(S)) for S, _ in enumerate(MESH_OPTIONS, start=11)]
         own = [call_module(make_module(*case), case[0], x if case[1] else x.transpose(0, 1)) for case in MODULES]
     cases = [*MESH_OPTIONS, *[(case, grad) for grad in (False, True) for case in MODULES]]
     for outs in rank_pool.run(run_modules, 4):
@@ -128,14 +113,14 @@ def masked_calls(shard):
     for mask in (padding, square, per_head, of_samples):
         mask[..., 0] = False  # Each query needs a key that it may see.
     scores = torch.randn(2, 7, generator=generator)
-    x = shard(tokens(7, width=12), 1)
+    x = shard(tokens(7), 1)
     for keys in ({}, {"key_padding_mask": padding}):
         for rows in ({}, {"attn_mask": square}, {"attn_mask": per_head}):
             yield x, {**keys, **rows}
     yield x, {"key_padding_mask": shard(padding, 1)}
     yield x, {"key_padding_mask": shard(scores, 1)}
     yield x, {"key_padding_mask": scores, "attn_mask": torch.randn(6, 7, 7, generator=generator)}
-    x = shard(tokens(7, width=12)[0], 0)
+    x = shard(tokens(7)[0], 0)
     for rows in ({}, {"attn_mask": shard(square, 0)}, {"attn_mask": shard(of_samples, 1)}):
         for keys in ({}, {"key_padding_mask": padding[0]}):
             yield x, {**rows, **keys}
@@ -161,7 +146,7 @@ def test_masks_of_multihead_attention(rank_pool, ring, ulysses):
 
 
 def call_what_no_mode_sees():
-    attention, x = make_module("attention", True), tokens(4, seed=dist.get_rank(), width=12)
+    attention, x = make_module("attention", True), tokens(4, seed=dist.get_rank())
     fused = partial(torch._native_multi_head_attention, x, x, x, 12, 3, *attention.parameters())
     with torch.no_grad(), UnifiedAttnMode(cpu_mesh(1, 2)) as mode:
         mode.intercepted = True  # This test is about errors, not about the warning that nothing was intercepted.

@@ -16,6 +16,7 @@ from diffusers.models._modeling_parallel import ContextParallelInput, ContextPar
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.checkpoint import checkpoint
+from transformers import DynamicCache
 
 from para_core import Attention, Gather, Halo, LinearAttention, Plan, Split
 from para_core.distributed.mesh import sequence_mesh
@@ -209,8 +210,19 @@ class CrossAttention(nn.Module):
         super().__init__()
         self.q, self.kv = nn.Linear(16, 16), nn.Linear(16, 32)
 
-    def forward(self, x: Tensor, context: Tensor) -> Tensor:
-        return attend(self.q(x), *self.kv(context).chunk(2, dim=2))
+    def forward(self, x: Tensor, context: Tensor, cache: Any = None) -> Tensor:
+        k, v = self.kv(context).chunk(2, dim=2)
+        if cache is not None:
+            k, v = cache.update(k, v, 0)
+        return attend(self.q(x), k, v)
+
+
+WITH_A_CACHE = replace(HEADS, inputs=dict.fromkeys(("x", "context"), Split(1, segment="tokens")), attention={})
+
+
+def with_a_cache() -> Iterable[Any]:
+    cache = DynamicCache()
+    return [{"x": noise(2, num, 16), "context": noise(2, num, 16), "cache": cache} for num in (7, 5, 1)]
 
 
 class CrossBlock(nn.Module):
@@ -277,6 +289,7 @@ EXAMPLES = {
     "heads": Example(lambda: OfHeads(4, 3), HEADS, lambda: [[noise(2, num, 20)] for num in (7, 3)]),
     # A segment of fewer than two tokens per rank is replicated.
     "cached heads": Example(lambda: OfHeads(5, 5), CACHED_HEADS, lambda: chunks(9, 1, 3)),
+    "with a cache": Example(CrossAttention, WITH_A_CACHE, with_a_cache),
     "fused, parts first": fused(2, 3),
     "fused, heads first": fused(3, 1),
     "checkpoint, none": checkpointed("none"),
@@ -288,7 +301,7 @@ CASES = [
     *[(name, (2, 1), "no") for name in ("heads", "checkpoint, inside", "checkpoint, reentrant")],
     # On these meshes (ring × Ulysses) neighbours are in one group, in the other, or in both.
     *[(name, shape, "no") for name in ("rows", "cached heads") for shape in ((3, 1), (2, 2))],
-    ("cut inside", (1, 2), "whole"),
+    *[(name, (1, 2), "whole") for name in ("cut inside", "with a cache")],
     ("cut inside", (2, 1), "blocks replaced"),
     *[("checkpoint, none", (1, ranks), f"in a checkpoint, {way}") for ranks in (1, 2) for way in ("reentrant", "not")],
 ]

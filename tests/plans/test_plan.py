@@ -119,6 +119,12 @@ def by_rows(attend=None, num=6, checkpointing=False):
         planned(model, ROWS, rows(num)[0])
 
 
+def inside_itself():
+    model = Model()
+    model.proj_out.register_forward_hook(lambda *_: model(tokens(7)))
+    planned(model, INSIDE, [tokens(7)])
+
+
 def with_bypass_in_a_graph():
     model = Checkpointed("none")
     model.blocks[0].attn1.forward = lambda x, context: x
@@ -191,11 +197,13 @@ REFUSED = [
     (by_rows, (None, 3), ValueError, r"3 rows on 2 ranks.* 2 "),
     (by_rows, (None, 6, True), RuntimeError, r"OfRows .*activation checkpointing"),
     (with_bypass_in_a_graph, (), RuntimeError, "2 ranks"),
+    (inside_itself, (), RuntimeError, "this Model is already running"),
     (with_grouped_heads, (TO_ITSELF, None, SPLIT_INSIDE), ValueError, "'tokens' at 0.q, inside 0,"),
     (with_grouped_heads, ((Attention(("tokens",), None, "keys"),), ONE), ValueError, "1 columns.* [34] keys"),
     (with_grouped_heads, ((Attention(("tokens",), None, "pairs"),), ONE), ValueError, r"float32 .* \[1, 1\].*'pairs'"),
     (with_grouped_heads, ((Attention(("tokens",), None, "pairs"),), CAUSAL), ValueError, "hides pairs"),
     (with_example, (fused(2, None), [noise(2, 7, 20)]), ValueError, "qkv"),
+    (with_example, (fused(2, 5), [noise(2, 7, 20)]), ValueError, "3 heads .*36 entries.* 5 part"),
     (with_grouped_heads, (BY_HEADS,), ValueError, r"4 heads.*\[4, 2\]"),
     (AttentionByHeads, ("tokens", ("qkv",), "out", "heads", (), (3, 1)), ValueError, r"\(3, 1\) .*qkv"),
     (*published({"": INPUT}), "'hidden_states' .*gather"),
