@@ -166,13 +166,26 @@ class BranchSearch:
         """Return a branch that begins with this call."""
         group = self._group
         if len(group.branches) == MOST_BRANCHES:
-            return self._give_up([])
+            self._owner.warn(
+                f"branches of {group.name}",
+                f"the calls of this {self._owner.model} for the CFG branch {group.name!r} differ in more ways within "
+                f"one step than the {MOST_BRANCHES} that the cache tells apart, so all these calls are computed.",
+            )
+            return self._compute_all()
         name = group.name
         if group.branches:
             name = f"{group.name}.{len(group.branches)}"
         branch = Branch(name, self._leaves, self._moment)
         group.branches.append(branch)
         return BranchCall(name, branch=branch)
+
+    def _add_neighbour(self, others: Sequence[Branch]) -> BranchCall:
+        """Return a branch that begins with this call, in a step in which ``others`` were called, too."""
+        call = self._add()
+        if call.branch is not None:
+            for branch in (*others, call.branch):
+                branch.has_neighbour = True
+        return call
 
     def _continue(self, branch: Branch) -> BranchCall:
         """Return the call of ``branch`` that continues it by one step."""
@@ -192,14 +205,8 @@ class BranchSearch:
         group = self._group
         neighbours = [branch for branch in group.branches if self._is_same_step(branch)]
         if neighbours:
-            paths = self._paths_of_difference(neighbours[-1])
-            self._warn_of(paths)
-            for branch in neighbours:
-                branch.has_neighbour = True
-            call = self._add()
-            if not call.repeated:
-                group.branches[-1].has_neighbour = True
-            return call
+            self._warn_of(self._paths_of_difference(neighbours[-1]), neighbours[-1])
+            return self._add_neighbour(neighbours)
         # No branch was called in this step yet, so the values changed from one step to the next. A value that
         # was new in two steps tells no branches apart.
         nearest = min(reversed(group.branches), key=lambda branch: len(self._paths_of_difference(branch)))
@@ -214,7 +221,7 @@ class BranchSearch:
             return self._add()
         if len(equal) > 1:
             if any(branch.has_neighbour for branch in equal):
-                return self._give_up([])
+                return self._give_up(sorted(group.varying))
             group.branches = [branch for branch in group.branches if branch not in equal[:-1]]
         return self._continue(equal[-1])
 
@@ -242,17 +249,12 @@ class BranchSearch:
         told_by = [path for path in paths if path not in group.varying and path != latents]
         if not told_by:
             return self._give_up(paths)
-        self._warn_of(told_by)
+        self._warn_of(told_by, branch)
         group.told_by.update(told_by)
-        branch.has_neighbour = True
-        call = self._add()
-        if not call.repeated:
-            group.branches[-1].has_neighbour = True
-        return call
+        return self._add_neighbour([branch])
 
     def _give_up(self, paths: Sequence[str]) -> BranchCall:
         """Let this call and all later ones of the group be computed, and warn. At ``paths`` two calls differ."""
-        self._group.mixed = True
         self._owner.warn(
             f"repeated {self._group.name}",
             f"this {self._owner.model} was called more than once in one step for the CFG branch "
@@ -261,13 +263,18 @@ class BranchSearch:
             "calls it twice at one timestep), so all these calls are computed. Name each call of a step: "
             "`with cache_context(model, name)`, of para_core, or `with model.cache_context(name)` of diffusers.",
         )
+        return self._compute_all()
+
+    def _compute_all(self) -> BranchCall:
+        """Let this call and all later ones of the group be computed."""
+        self._group.mixed = True
         return BranchCall(self._group.name, repeated=True)
 
-    def _warn_of(self, paths: Sequence[str]) -> None:
-        """Warn that the values at ``paths`` tell branches apart, unless they are settings, which cost no wait."""
-        both = [
-            leaves.get(path) for path in paths for leaves in (self._leaves, self._group.branches[-1].leaves)
-        ]
+    def _warn_of(self, paths: Sequence[str], other: Branch) -> None:
+        """Warn that the values at ``paths`` tell this call from ``other``, unless they are settings, which cost no
+        wait.
+        """
+        both = [leaves.get(path) for path in paths for leaves in (self._leaves, other.leaves)]
         if not any(leaf is not None and (leaf.is_tensor or isinstance(leaf.value, float)) for leaf in both):
             return
         arguments = dict.fromkeys(argument_of(path) for path in paths)
