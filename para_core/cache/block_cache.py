@@ -236,7 +236,11 @@ class BlockCache:
             self.step = replace(self.step, forced=Verdict.REPEATED)
         self.state = self.state_of(branch_call.name)
         signature = _tensor_forms(arguments)
-        if branch_call.begins or self.state.signature != signature:
+        is_other = self.state.signature != signature
+        if agree is not None:
+            # Of a sequence with one token more, the part may be as long as before on all ranks but one.
+            is_other = bool(agree(torch.tensor([int(is_other)])).item())
+        if branch_call.begins or is_other:
             self.state.clear()
             self.state.signature = signature
         self.traced.begin_call(arguments, device)
@@ -338,14 +342,6 @@ class BlockCache:
         self.states[branch] = state
         while len(self.states) > MOST_BRANCHES:
             self.states.pop(next(iter(self.states))).clear()
-            if not torch.compiler.is_compiling():
-                self._warnings.warn(
-                    "states",
-                    f"this {type(self.module).__name__} was called for more than {MOST_BRANCHES} CFG branches (names "
-                    "of cache_context, or texts), and the cache keeps residuals of the last of them only. If each step "
-                    "has so many, all of them are computed. If not, call reset_cache(model) before each generation.",
-                    CacheWarning,
-                )
         return state
 
     @contextmanager

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -100,6 +100,23 @@ Agree = Callable[[Tensor], Tensor]
 Pair = tuple[Leaf, Leaf]
 
 
+def pairs_to_compare(pairs: Iterable[Pair], agree: Agree | None) -> list[Pair] | None:
+    """Return the pairs of tensors whose values must be compared to know whether all ``pairs`` are equal; None if it
+    is known that they are not.
+
+    The result is the same on all ranks. With ``agree`` it also has pairs of different shapes: of two texts, the
+    parts may have the same shape on this rank, and not on another one, which must compare with it.
+    """
+    unknown = []
+    for x, y in pairs:
+        same = x.compare(y)
+        if same is None or (agree is not None and not same and x.is_kept_tensor and y.is_kept_tensor):
+            unknown.append((x, y))
+        elif not same:
+            return None
+    return unknown
+
+
 def all_equal(cases: Sequence[Sequence[Pair]], agree: Agree | None) -> list[bool]:
     """Return, for each of the ``cases``, whether the tensors of all its pairs have equal values.
 
@@ -111,12 +128,17 @@ def all_equal(cases: Sequence[Sequence[Pair]], agree: Agree | None) -> list[bool
     if any(device.type == "cuda" for device in devices) and torch.cuda.is_current_stream_capturing():
         return [False] * len(cases)
     first = next(iter(devices))
-    differ = torch.stack(
-        [torch.stack([(x.value != y.value).any().to(first) for x, y in pairs]).any() for pairs in cases]
-    )
+    differ = torch.stack([torch.stack([_differ(x, y).to(first) for x, y in pairs]).any() for pairs in cases])
     if agree is not None:
         differ = agree(differ.to(torch.uint8))
     return [not value for value in differ.tolist()]
+
+
+def _differ(x: Leaf, y: Leaf) -> Tensor:
+    """Return whether the values of two tensors differ, as a tensor."""
+    if x.compare(y) is False:
+        return torch.ones((), dtype=torch.bool)
+    return (x.value != y.value).any()
 
 
 @dataclass
@@ -124,8 +146,8 @@ class BranchSearch:
     """The search for the branch of one call among the branches of its group.
 
     With ``agree``, each comparison of the values of two tensors is a collective call. Which values are
-    compared follows from the identities, shapes and versions of tensors, so these must be equal on all ranks,
-    as they are if all ranks run the same program.
+    compared follows from the identities and versions of tensors, so these must be equal on all ranks, as they
+    are if all ranks run the same program.
 
     Args:
         leaves, clocks: The values in the arguments of the call, and the paths of those that hold the
@@ -385,14 +407,16 @@ class BranchSearch:
         """
         if x is None or y is None:
             return x is y
-        same = x.compare(y)
-        if same is None and not (x.is_plain and y.is_plain):
+        pairs = pairs_to_compare([(x, y)], self._agree)
+        if pairs is None:
+            return False
+        if not pairs:
+            return True
+        if not (x.is_plain and y.is_plain):
             # Do not compare the values of a lazy tensor (see para_core.lazy_tensors): that would wait for its
             # data.
             return False
-        if same is not None:
-            return same
-        return all_equal([[(x, y)]], self._agree)[0]
+        return all_equal([pairs], self._agree)[0]
 
     def _agree_on_all(self, value: bool) -> bool:
         """Return whether ``value`` is True on all ranks. Collective with ``agree``."""

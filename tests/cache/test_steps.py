@@ -180,7 +180,7 @@ def test_tiles_in_turn_are_computed(count, spread, texts):
 @pytest.mark.parametrize("named", [True, False])
 def test_more_calls_in_a_step_than_branches_are_kept_warn(named):
     model = cached_video()
-    with pytest.warns(CacheWarning, match="more than 8 CFG branches" if named else "more ways .*than the 8"):
+    with pytest.warns(CacheWarning, match="more than 8 cache_contexts" if named else "more ways .*than the 8"):
         for time, number in product([1.0, 0.9], range(9)):
             with cache_context(model, str(number)) if named else nullcontext():
                 model(X, TEXT, torch.tensor([time]), [number])
@@ -235,9 +235,6 @@ def test_time_or_number_that_changes_at_each_step_is_no_branch(kind):
 
 def test_solver_that_calls_twice_at_a_timestep_is_computed():
     times = [1.0, 0.9, 0.9, 0.8, 0.8, 0.7, 0.7, 0.6]
-    exact = denoise_alone(build_video(), times)
-    with pytest.warns(CacheWarning, match="cache_context"):
-        assert torch.equal(denoise_alone(cached_video(residual_diff_threshold=0.0), times), exact)
     model = cached_video()
     with pytest.warns(CacheWarning, match="cache_context"):
         denoise_alone(model, times)
@@ -250,11 +247,14 @@ def denoise_in_mode(named):
     texts = {name: torch.cat([text, text, 0 * text, 0 * text], 1) for name, text in (("text", TEXT), ("none", NONE))}
     with UnifiedAttnMode(cpu_mesh(1, 2)) as cp:
         for step in range(6):
-            time, out = torch.tensor([1 - step / 6]), []
+            if step == 3:  # The parts of the first rank keep their sizes.
+                x, texts["none"] = torch.cat([x, x[:, :1]], 1), texts["none"][:, :-1].clone()
+            time, out, tokens = torch.tensor([1 - step / 6]), [], cp.sequence(x.shape[1])
             for name, on in (("text", False), ("none", False), ("text", True)):
-                with cache_context(model, f"{name} {on}") if named else nullcontext():
+                with cache_context(model, f"{name} {on}") if named else nullcontext(), cp.using(tokens):
                     model.perturb, text = on, texts[name].chunk(2, 1)[dist.get_rank()]
-                    out.append(cp.gather(model(cp.shard(x, dim=1), text, time, FLAGS["list"](on)), dim=1))
+                    y = model(cp.shard(x, dim=1), text, time, FLAGS["list"](on))
+                    out.append(cp.gather(y, dim=1, sequence=tokens))
             x = x - 0.02 * (3 * out[0] - 2 * out[1])
     return x, verdicts(model_cache_report(model))
 
