@@ -138,7 +138,8 @@ def _differ(x: Leaf, y: Leaf) -> Tensor:
     """Return whether the values of two tensors differ, as a tensor."""
     if x.compare(y) is False:
         return torch.ones((), dtype=torch.bool)
-    return (x.value != y.value).any()
+    differ: Tensor = (x.value != y.value).any()
+    return differ
 
 
 @dataclass
