@@ -72,7 +72,8 @@ class LiveTensors:
 
         If its data never came, because the call failed, it is filled with NaN, or 0 if its dtype has no NaN.
         """
-        live = list(self._live)
+        # A view holds its base, and swap_tensors refuses a tensor that another one holds, so begin with the last.
+        live = list(self._live)[::-1]
         # Drop the weak references, because swap_tensors refuses tensors that have any.
         self._live.clear()
         for x in live:
@@ -87,6 +88,8 @@ class LiveTensors:
             # tensor that has its data.
             if not weakref.getweakrefs(x):
                 torch.utils.swap_tensors(x, value)
+            # After the swap this is the lazy tensor, which may be a view.
+            del value
 
 
 class LazyTensor(Tensor):

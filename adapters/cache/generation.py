@@ -14,7 +14,7 @@ from threading import get_ident
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from para_core.adapters.adapter import Adapter
 from para_core.adapters.agree.callbacks import wrap_callbacks
@@ -113,7 +113,9 @@ class PipelineCache:
         for name, cache in self.caches.items():
             check_cached_call(CheckedModel(pipe, cache.module, name), cache.options)
         with ExitStack() as stack:
-            stack.enter_context(self._tracker.follow(pipe, self._reset, with_copies=self._with_copies))
+            stack.enter_context(
+                self._tracker.follow(pipe, self._begin_schedule, with_copies=self._with_copies)
+            )
             stack.enter_context(self._generation(pipe))
             self._thread = get_ident()
             kwargs = stack.enter_context(wrap_callbacks(kwargs, Slot.CACHE, self._call_without_cache))
@@ -138,6 +140,10 @@ class PipelineCache:
             # A compiled component has the slot, not the module inside it, so that the hook runs outside the
             # graph.
             component = getattr(pipe, name)
+            if component is not cache.module:
+                # It was compiled after an earlier generation. If a part of its graph falls back to eager code,
+                # a hook inside it would run the cache a second time.
+                empty_slot(cache.module, Slot.CACHE, self._name)
             if not is_filled(component, Slot.CACHE, self._name):
                 run = partial(self._run_model, name)
                 fill_slot(component, Slot.CACHE, {"__call__": run}, owner=self, name=self._name)
@@ -151,12 +157,18 @@ class PipelineCache:
                 warn_of_outcomes(owner, cache, self._warnings)
         finally:
             self._pipe = None
-            self._reset()
+            for cache in self.caches.values():
+                cache.reset()
 
-    def _reset(self) -> None:
-        """Empty all caches: at the end of a generation, and when the pipeline begins another schedule."""
+    def _begin_schedule(self) -> None:
+        """Empty all caches, because the pipeline begins another schedule."""
         for cache in self.caches.values():
-            cache.reset()
+            if self._with_copies:
+                # The tracker finds the first call of a section while the cache runs that call, whose branch is
+                # known by then. So keep the branches. The timestep, which jumps back, tells them of the section.
+                cache.reset_states()
+            else:
+                cache.reset()
 
     def _run_model(
         self, name: str, call: Callable[..., Any], module: Any, /, *args: Any, **kwargs: Any
@@ -176,11 +188,7 @@ class PipelineCache:
         if guided:
             cache.num_branches = 2
         tokens, dim = next(iter(batched.items()), ("hidden_states", 0))
-        samples = arguments.get(tokens)
-        if isinstance(samples, Tensor) and dim is not None:
-            cache.batch = samples.shape[dim]
-        else:
-            cache.batch = count_samples(samples, dim) or 0
+        cache.batch = count_samples(arguments.get(tokens), dim) or 0
         run = partial(call, module, *args, **kwargs)
         return cache.run(run, arguments, self._tracker.next_position, self._tracker.note_call())
 

@@ -121,8 +121,9 @@ def cache_context(model: nn.Module, name: str) -> Iterator[None]:
     """Name the CFG branch of the calls of ``model`` inside the ``with`` block.
 
     Needed if the arguments of a model do not tell its branches apart, or if it is called for several tiles or
-    images in turn: each call of a step needs another name, and keeps it from step to step. Models of
-    diffusers with ``CacheMixin`` have a method ``cache_context(name)``, which does the same.
+    images in turn: each call of a step needs another name, and keeps it from step to step. With more than 8
+    names in a step all calls are computed. Models of diffusers with ``CacheMixin`` have a method
+    ``cache_context(name)``, which does the same.
 
     Raises:
         ValueError: No cache uses ``model``, neither one of :func:`apply_cache` nor one of a pipeline

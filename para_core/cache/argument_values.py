@@ -117,6 +117,11 @@ class Leaf(NamedTuple):
         return self.reference()
 
     @property
+    def is_kept_tensor(self) -> bool:
+        """Whether the value is a plain tensor that still exists."""
+        return self.is_plain and self.value is not None
+
+    @property
     def has_version(self) -> bool:
         """Whether the value is a tensor that counts its changes."""
         return self.version is not None

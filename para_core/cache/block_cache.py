@@ -127,7 +127,8 @@ class BlockCache:
         name = original_class(self.module).__name__
         first_blocks = blocks_before_deciding(name, self.blocks, self.options)
         roles = roles_of(self.module, self.blocks, first_blocks, self.options.last_blocks)
-        # Only now: a call after an error must look for the blocks again.
+        # Only now: a call after an error must look for the blocks again. These are the dicts of the modules
+        # themselves, which run() compares with their present content to find blocks that were replaced since.
         self._holders = [
             submodules
             for group in self.blocks.groups
@@ -191,7 +192,9 @@ class BlockCache:
             moment: A number that changes from step to step; None if only the arguments can tell.
 
         Raises:
-            ValueError: Blocks were replaced, and the model no longer has those that its description names.
+            TypeError: An argument lacks a field that ``conditions`` of the blocks name.
+            ValueError: Blocks were replaced, and the model no longer has those that its description names; or one
+                of diffusers' own caches was enabled on the model.
             RuntimeError: The model already runs with this cache, two calls of one step were taken for one
                 branch, or the user's policy function branches on values of tensors, so it cannot be compiled.
         """
@@ -233,7 +236,11 @@ class BlockCache:
             self.step = replace(self.step, forced=Verdict.REPEATED)
         self.state = self.state_of(branch_call.name)
         signature = _tensor_forms(arguments)
-        if branch_call.begins or self.state.signature != signature:
+        is_other = self.state.signature != signature
+        if agree is not None:
+            # Of a sequence with one token more, the part may be as long as before on all ranks but one.
+            is_other = bool(agree(torch.tensor([int(is_other)])).item())
+        if branch_call.begins or is_other:
             self.state.clear()
             self.state.signature = signature
         self.traced.begin_call(arguments, device)
@@ -294,11 +301,11 @@ class BlockCache:
         return agree
 
     def device_of(self, arguments: Mapping[str, Any]) -> torch.device:
-        """Return the device of the first tensor among ``arguments``, or that of the last call."""
-        for value in arguments.values():
-            if isinstance(value, Tensor):
-                return value.device
-        return self._device
+        """Return the device of the first tensor among ``arguments`` and fields of them, or that of the last call."""
+        tensors = named_tensors_in(arguments.items())
+        if not tensors:
+            return self._device
+        return tensors[0][1].device
 
     def look_up_plan(self) -> None:
         """Look up what runs around the next call: a plan may have been applied or removed since the last one.

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -100,6 +100,23 @@ Agree = Callable[[Tensor], Tensor]
 Pair = tuple[Leaf, Leaf]
 
 
+def pairs_to_compare(pairs: Iterable[Pair], agree: Agree | None) -> list[Pair] | None:
+    """Return the pairs of tensors whose values must be compared to know whether all ``pairs`` are equal; None if it
+    is known that they are not.
+
+    The result is the same on all ranks. With ``agree`` it also has pairs of different shapes: of two texts, the
+    parts may have the same shape on this rank, and not on another one, which must compare with it.
+    """
+    unknown = []
+    for x, y in pairs:
+        same = x.compare(y)
+        if same is None or (agree is not None and not same and x.is_kept_tensor and y.is_kept_tensor):
+            unknown.append((x, y))
+        elif not same:
+            return None
+    return unknown
+
+
 def all_equal(cases: Sequence[Sequence[Pair]], agree: Agree | None) -> list[bool]:
     """Return, for each of the ``cases``, whether the tensors of all its pairs have equal values.
 
@@ -111,12 +128,18 @@ def all_equal(cases: Sequence[Sequence[Pair]], agree: Agree | None) -> list[bool
     if any(device.type == "cuda" for device in devices) and torch.cuda.is_current_stream_capturing():
         return [False] * len(cases)
     first = next(iter(devices))
-    differ = torch.stack(
-        [torch.stack([(x.value != y.value).any().to(first) for x, y in pairs]).any() for pairs in cases]
-    )
+    differ = torch.stack([torch.stack([_differ(x, y).to(first) for x, y in pairs]).any() for pairs in cases])
     if agree is not None:
         differ = agree(differ.to(torch.uint8))
     return [not value for value in differ.tolist()]
+
+
+def _differ(x: Leaf, y: Leaf) -> Tensor:
+    """Return whether the values of two tensors differ, as a tensor."""
+    if x.compare(y) is False:
+        return torch.ones((), dtype=torch.bool)
+    differ: Tensor = (x.value != y.value).any()
+    return differ
 
 
 @dataclass
@@ -124,8 +147,8 @@ class BranchSearch:
     """The search for the branch of one call among the branches of its group.
 
     With ``agree``, each comparison of the values of two tensors is a collective call. Which values are
-    compared follows from the identities, shapes and versions of tensors, so these must be equal on all ranks,
-    as they are if all ranks run the same program.
+    compared follows from the identities and versions of tensors, so these must be equal on all ranks, as they
+    are if all ranks run the same program.
 
     Args:
         leaves, clocks: The values in the arguments of the call, and the paths of those that hold the
@@ -166,13 +189,26 @@ class BranchSearch:
         """Return a branch that begins with this call."""
         group = self._group
         if len(group.branches) == MOST_BRANCHES:
-            return self._give_up([])
+            self._owner.warn(
+                f"branches of {group.name}",
+                f"the calls of this {self._owner.model} for the CFG branch {group.name!r} differ in more ways within "
+                f"one step than the {MOST_BRANCHES} that the cache tells apart, so all these calls are computed.",
+            )
+            return self._compute_all()
         name = group.name
         if group.branches:
             name = f"{group.name}.{len(group.branches)}"
         branch = Branch(name, self._leaves, self._moment)
         group.branches.append(branch)
         return BranchCall(name, branch=branch)
+
+    def _add_neighbour(self, others: Sequence[Branch]) -> BranchCall:
+        """Return a branch that begins with this call, in a step in which ``others`` were called, too."""
+        call = self._add()
+        if call.branch is not None:
+            for branch in (*others, call.branch):
+                branch.has_neighbour = True
+        return call
 
     def _continue(self, branch: Branch) -> BranchCall:
         """Return the call of ``branch`` that continues it by one step."""
@@ -192,14 +228,8 @@ class BranchSearch:
         group = self._group
         neighbours = [branch for branch in group.branches if self._is_same_step(branch)]
         if neighbours:
-            paths = self._paths_of_difference(neighbours[-1])
-            self._warn_of(paths)
-            for branch in neighbours:
-                branch.has_neighbour = True
-            call = self._add()
-            if not call.repeated:
-                group.branches[-1].has_neighbour = True
-            return call
+            self._warn_of(self._paths_of_difference(neighbours[-1]), neighbours[-1])
+            return self._add_neighbour(neighbours)
         # No branch was called in this step yet, so the values changed from one step to the next. A value that
         # was new in two steps tells no branches apart.
         nearest = min(reversed(group.branches), key=lambda branch: len(self._paths_of_difference(branch)))
@@ -214,7 +244,7 @@ class BranchSearch:
             return self._add()
         if len(equal) > 1:
             if any(branch.has_neighbour for branch in equal):
-                return self._give_up([])
+                return self._give_up(sorted(group.varying))
             group.branches = [branch for branch in group.branches if branch not in equal[:-1]]
         return self._continue(equal[-1])
 
@@ -242,17 +272,12 @@ class BranchSearch:
         told_by = [path for path in paths if path not in group.varying and path != latents]
         if not told_by:
             return self._give_up(paths)
-        self._warn_of(told_by)
+        self._warn_of(told_by, branch)
         group.told_by.update(told_by)
-        branch.has_neighbour = True
-        call = self._add()
-        if not call.repeated:
-            group.branches[-1].has_neighbour = True
-        return call
+        return self._add_neighbour([branch])
 
     def _give_up(self, paths: Sequence[str]) -> BranchCall:
         """Let this call and all later ones of the group be computed, and warn. At ``paths`` two calls differ."""
-        self._group.mixed = True
         self._owner.warn(
             f"repeated {self._group.name}",
             f"this {self._owner.model} was called more than once in one step for the CFG branch "
@@ -261,13 +286,18 @@ class BranchSearch:
             "calls it twice at one timestep), so all these calls are computed. Name each call of a step: "
             "`with cache_context(model, name)`, of para_core, or `with model.cache_context(name)` of diffusers.",
         )
+        return self._compute_all()
+
+    def _compute_all(self) -> BranchCall:
+        """Let this call and all later ones of the group be computed."""
+        self._group.mixed = True
         return BranchCall(self._group.name, repeated=True)
 
-    def _warn_of(self, paths: Sequence[str]) -> None:
-        """Warn that the values at ``paths`` tell branches apart, unless they are settings, which cost no wait."""
-        both = [
-            leaves.get(path) for path in paths for leaves in (self._leaves, self._group.branches[-1].leaves)
-        ]
+    def _warn_of(self, paths: Sequence[str], other: Branch) -> None:
+        """Warn that the values at ``paths`` tell this call from ``other``, unless they are settings, which cost no
+        wait.
+        """
+        both = [leaves.get(path) for path in paths for leaves in (self._leaves, other.leaves)]
         if not any(leaf is not None and (leaf.is_tensor or isinstance(leaf.value, float)) for leaf in both):
             return
         arguments = dict.fromkeys(argument_of(path) for path in paths)
@@ -378,14 +408,16 @@ class BranchSearch:
         """
         if x is None or y is None:
             return x is y
-        same = x.compare(y)
-        if same is None and not (x.is_plain and y.is_plain):
+        pairs = pairs_to_compare([(x, y)], self._agree)
+        if pairs is None:
+            return False
+        if not pairs:
+            return True
+        if not (x.is_plain and y.is_plain):
             # Do not compare the values of a lazy tensor (see para_core.lazy_tensors): that would wait for its
             # data.
             return False
-        if same is not None:
-            return same
-        return all_equal([[(x, y)]], self._agree)[0]
+        return all_equal([pairs], self._agree)[0]
 
     def _agree_on_all(self, value: bool) -> bool:
         """Return whether ``value`` is True on all ranks. Collective with ``agree``."""

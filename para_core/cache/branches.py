@@ -32,6 +32,7 @@ from para_core.cache.branch_search import (
     BranchSearch,
     Pair,
     all_equal,
+    pairs_to_compare,
 )
 from para_core.instance.private_class import original_class
 from para_core.torch_internals import pytree
@@ -169,6 +170,13 @@ class Branches:
             group = self._group_of(arguments, agree)
         else:
             group = self._named.setdefault(context, BranchGroup([], context))
+            if len(self._named) > MOST_BRANCHES:
+                self.warn(
+                    "names",
+                    f"this {self.model} was called inside more than {MOST_BRANCHES} cache_contexts of different names, "
+                    "and the cache keeps the residuals of as many branches, those called last. If each step has more, "
+                    "all its calls are computed. If not, call reset_cache(model) before each generation.",
+                )
         if group is None:
             return BranchCall(None)
         if group.mixed:
@@ -217,14 +225,12 @@ class Branches:
             if len(group.leaves) != len(leaves):
                 continue
             # First compare without the values of tensors, which does not wait for the device.
-            pairs = list(zip(group.leaves, leaves, strict=True))
-            results = [x.compare(y) for x, y in pairs]
-            if all(results):
+            pairs = pairs_to_compare(zip(group.leaves, leaves, strict=True), agree)
+            if pairs is None:
+                continue
+            if not pairs:
                 return group
-            if False not in results:
-                candidates[index] = [
-                    pair for pair, result in zip(pairs, results, strict=True) if result is None
-                ]
+            candidates[index] = pairs
         equal = all_equal(list(candidates.values()), agree)
         return next(
             (self._groups[i] for i, is_equal in zip(candidates, equal, strict=True) if is_equal), None

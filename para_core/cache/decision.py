@@ -142,6 +142,7 @@ class DecisionInput:
 
 class NumberDecider:
     """The object that decides the steps of one CFG branch in eager code, with Python numbers.
+    :class:`~para_core.cache.graph_decision.TensorDecider` must decide the same: change both.
 
     The first call of the branch creates it. ``first`` holds the compared values of the last computed step. It
     is a copy only if they are not contiguous: otherwise it may be a tensor of the model, which must not
@@ -195,16 +196,15 @@ class NumberDecider:
                     verdict = Verdict.MISS
             elif not largest < inputs.threshold:
                 verdict = Verdict.MISS
-        skip = verdict is Verdict.HIT or verdict is Verdict.MASKED
         self._calls += 1
-        if skip:
+        if verdict.skips:
             self._hits += 1
             self._hits_in_a_row += 1
         else:
             self._hits_in_a_row = 0
             self._times = [inputs.step.time, *self._times[:-1]]
             self.first = inputs.sample.contiguous()
-        return skip, DecisionOutcome(differences, verdict, computed, inputs.samples)
+        return verdict.skips, DecisionOutcome(differences, verdict, computed, inputs.samples)
 
     def weights(self, options: CacheOptions, step: Step) -> list[float]:
         """Return the weights of the stored residuals in the forecast of ``step``, newest first.

@@ -82,7 +82,11 @@ class GraphForm:
         # In the order of StepNumbers. The verdict 0, HIT, is never forced.
         numbers = [float(step.forced or 0), step.time, step.index, step.total, cache.threshold, *self._limits]
         self.numbers = torch.tensor(numbers, dtype=torch.float64).to(device, non_blocking=True)
-        for index, group in enumerate(cache.blocks.groups):
+        self._find_unchained(arguments)
+
+    def _find_unchained(self, arguments: Mapping[str, Any]) -> None:
+        """Note the block groups between whose blocks the model computes something in a call with ``arguments``."""
+        for index, group in enumerate(self.cache.blocks.groups):
             self._unchained[index] = not group.chained
             for name in group.between:
                 self._unchained[index] = self._unchained[index] or arguments.get(name) is not None
@@ -107,6 +111,7 @@ class GraphForm:
         forces the step to be computed if the calls of several branches share the state.
         """
         cache = self.cache
+        self._find_unchained(arguments)
         device = cache.device_of(arguments)
         now = digest_call(arguments, cache.conditions, cache.clocks, device)
         last = cache.state.last_call

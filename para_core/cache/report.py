@@ -226,7 +226,7 @@ class CacheReport:
 
     def __str__(self) -> str:
         if not self.rows:
-            return "no steps yet: call the pipeline first"
+            return "no steps yet: call the pipeline or the model first"
         lines = [f"{'step':>4}  {'branch':<14} {'difference':>10}  {'threshold':>9}  {'':<10} {'seconds':>8}"]
         for row in self.rows:
             difference = ""
@@ -276,7 +276,9 @@ class CacheReport:
             ImportError: matplotlib is not installed.
         """
         if not self.rows:
-            raise ValueError(f"there are no steps to plot in {path} yet: call the pipeline first.")
+            raise ValueError(
+                f"there are no steps to plot in {path} yet: call the pipeline or the model first."
+            )
         self._figure().savefig(path)
 
     def _figure(self) -> Figure:
@@ -312,10 +314,12 @@ def _plot_rows(axes: Any, rows: Sequence[CachedStep]) -> None:
             [row.step for row in chosen], [row.difference for row in chosen], color=color, label=label
         )
     others = [row for row in rows if row.difference is None]
+    # Not by the verdict, which is that of the whole batch: the difference of another branch may be the one.
+    not_finite = [row for row in rows if row.difference is not None and not math.isfinite(row.difference)]
     crosses = (
         ("computed without comparison", "tab:blue", [row.step for row in others if not row.hit]),
         ("skipped without comparison", "tab:green", [row.step for row in others if row.hit]),
-        ("computed: not finite", "tab:red", [row.step for row in rows if row.verdict is Verdict.NOT_FINITE]),
+        ("computed: not finite", "tab:red", [row.step for row in not_finite]),
     )
     for label, color, steps in crosses:
         if steps:

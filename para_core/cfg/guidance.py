@@ -38,7 +38,8 @@ from para_core.lazy_tensors import Expected, LazyTensor, LiveTensors, materializ
 from para_core.torch_internals import pytree
 
 # A function predict(model, args, kwargs) that returns the output of the call as meta tensors, or None if this
-# is impossible. The result must only depend on values that are equal on all ranks.
+# is impossible. The result must only depend on values that are equal on all ranks. It is not None only if the
+# arguments have tensors with more than one element, all on one device: the output is expected on that device.
 PredictOutput = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
 
@@ -58,7 +59,7 @@ class _Form:
 
     @property
     def text(self) -> str:
-        """The form as a string, by which ranks compare forms; without strides, because results arrive contiguous."""
+        """The form as a string, by which ranks compare forms. Strides do not matter: elements are sent in order."""
         leaves = [x and f"{x.like.dtype} {list(x.like.shape)} on {x.device.type}" for x in self.leaves]
         return f"{self.spec} of {', '.join(map(str, leaves))}"
 
@@ -143,9 +144,11 @@ class Guidance:
 
         Raises:
             TypeError: The output contains something besides tensors and None.
-            RuntimeError: The output does not have the form that was predicted, or that an earlier call had. A
-                wrong prediction is raised on all ranks when the round ends, a changed form on the ranks that
-                compute the call.
+            RuntimeError: The output does not have the form that was predicted, or that an earlier call had.
+            Exception: ``compute`` failed.
+
+        As long as the ranks have not compared the form, all ranks raise such an error when the round ends. Later
+        only the ranks that compute the call raise it, and the others wait for them.
         """
         leaves = leaves_of((args, kwargs))
         lazy = [x for x in leaves if isinstance(x, LazyTensor)]
@@ -163,12 +166,18 @@ class Guidance:
         run = partial(_compute_form, model, compute, args, kwargs)
         form = self._forms.get(key)
         if form is None:
-            form, tensors = run()
+            try:
+                form, tensors = run()
+            except Exception as error:
+                # Ranks on which the call succeeded compare their records when they end the round: raise there, too.
+                self._round.calls.append(ModelCall(None, [], failure=error))
+                self.finish()
+                raise
             self._forms[key] = form
-            call = ModelCall(None, form.tensors, tensors, None)
+            call = ModelCall(owner=None, expected=form.tensors, leaves=tensors)
         else:
             owner = len(self._round.calls) % self._dim.size
-            call = ModelCall(owner, form.tensors, [], None)
+            call = ModelCall(owner, form.tensors)
             if owner == self._dim.index:
                 self._compute(call, run, key, model)
         self._round.calls.append(call)
@@ -256,7 +265,6 @@ class Guidance:
         if predicted is None:
             self._unverified[key] = None
             return
-        # The arguments have such tensors, and on one device: else output_form.py predicts nothing.
         device = next(x.device for x in leaves_of((args, kwargs)) if isinstance(x, Tensor) and x.numel() > 1)
         form, _ = _form_of(predicted, lambda x: Expected(x, device))
         self._forms[key] = self._unverified[key] = form
@@ -273,18 +281,29 @@ class Guidance:
         """
         calls_by_rank = [[call for call in calls if call.owner == rank] for rank in range(self._dim.size)]
         distributed = [call for rank_calls in calls_by_rank for call in rank_calls]
-        if not distributed:
+        expected = [x for call in distributed for x in call.expected]
+        # A model whose calls only fill a cache may return no tensor.
+        if not expected:
             return
         sizes = [
             sum(x.num_bytes for call in rank_calls for x in call.expected) for rank_calls in calls_by_rank
         ]
         computed = [tensor_bytes(x) for call in calls_by_rank[self._dim.index] for x in call.leaves]
-        empty = torch.empty(0, dtype=torch.uint8, device=distributed[0].expected[0].device)
+        empty = torch.empty(0, dtype=torch.uint8, device=expected[0].device)
         received = all_gather(torch.cat([empty, *computed]), sizes, 0, self._dim)
-        parts = iter(received.split([x.num_bytes for call in distributed for x in call.expected]))
+        parts = iter(received.split([x.num_bytes for x in expected]))
         for call in distributed:
-            # Clone each part, because view(dtype) requires a storage offset that is aligned to the dtype.
-            call.leaves = [next(parts).clone().view(x.like.dtype).view(x.like.shape) for x in call.expected]
+            call.leaves = [_tensor_like(x.like, next(parts)) for x in call.expected]
+
+
+def _tensor_like(like: Tensor, data: Tensor) -> Tensor:
+    """Return a tensor with the shape, strides and dtype of ``like``, and the elements in the bytes ``data``."""
+    # Clone the bytes, because view(dtype) requires a storage offset that is aligned to the dtype.
+    values = data.clone().view(like.dtype).view(like.shape)
+    if values.stride() == like.stride():
+        return values
+    # Views that were postponed have been computed for these strides, and may be impossible with others.
+    return torch.empty_like(like, device=data.device).copy_(values)
 
 
 def _key_of(model: Any, leaves: list[Any]) -> tuple[Any, ...]:

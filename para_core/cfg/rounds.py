@@ -36,8 +36,8 @@ class ModelCall:
 
     owner: int | None
     expected: list[Expected]
-    leaves: list[Tensor]
-    failure: Exception | None
+    leaves: list[Tensor] = field(default_factory=list)
+    failure: Exception | None = None
 
     def leaf(self, index: int) -> Tensor:
         """Return the output's tensor ``index``. Call it after the exchange, which replaces ``leaves``."""

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from para_core import BlockGroup, CachedBlocks, apply_cache, model_cache_report
+from para_core.cache.apply import require_cache
 from tests.cache.scripted import verdicts
 from tests.tiny import fill, relative_error
 
@@ -90,6 +91,7 @@ def test_blocks_of_dataclasses_are_cached(block, streams, sound, way):
         assert torch.equal(out, wanted)
     model = cached(block, 0.1, streams)
     outputs = steps(model, sound)
+    assert require_cache(model).device_of({"video": Stream(*torch.empty(3, 1, device="meta"))}).type == "meta"
     assert verdicts(model_cache_report(model)) == ["warmup"] * 2 + ["hit"] * 8 + ["miss"] * 2
     for index, (out, wanted) in enumerate(zip(outputs, exact, strict=True)):
         assert 1e-5 < relative_error(out, wanted) < 0.1 if 2 <= index < 10 else torch.equal(out, wanted)

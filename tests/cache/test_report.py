@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 
 import pytest
 from PIL import Image
@@ -22,19 +23,8 @@ def test_useless_threshold_warns_once_with_range():
         assert warnings_of(lambda: pipe(first)) == []  # noqa: B023
     (message,) = warnings_of(lambda: cached()([1.0, 1.0, 0.0, float("nan"), 1.0, 1.01, 1.5]))
     assert re.search(f"{__file__}: .*not finite", message)
-
-
-@pytest.mark.parametrize(
-    ("options", "first"),
-    [
-        ({}, [1.0, 1.05, 1.5]),  # Some steps are skipped.
-        ({"residual_diff_threshold": 0.0}, [1.0, 2.0]),  # No step may be skipped.
-        ({"max_consecutive_hits": 1}, [1.0, 1.0, 1.0]),
-        ({"warmup_steps": 3}, [1.0, 2.0, 3.0]),  # Nothing was compared.
-    ],
-)
-def test_good_threshold_does_not_warn(options, first):
-    assert warnings_of(lambda: cached(**options)(first)) == []
+    # The user wants no step to be skipped.
+    assert warnings_of(lambda: cached(residual_diff_threshold=0.0)([1.0, 2.0])) == []
 
 
 def test_a_report_is_read_written_and_plotted(tmp_path):
@@ -86,6 +76,9 @@ def test_plot_says_why_a_step_has_no_difference(options, first, crosses):
     (axes,) = cache_report(pipe)._figure().axes
     points = {each.get_label(): each.get_offsets()[:, 0].tolist() for each in axes.collections[2:]}
     assert points == {next(x for x in points if x.startswith(label)): steps for label, steps in crosses.items()}
+    # The difference of another branch in the batch was not finite.
+    rows = [replace(row, difference=0.5) for row in cache_report(pipe).rows]
+    assert len(replace(cache_report(pipe), rows=rows)._figure().axes[0].collections) == 2
 
 
 def test_endless_loop_keeps_last_calls_and_counts_others(monkeypatch, tmp_path):

@@ -1,6 +1,7 @@
 """The step that a cache assigns to a call, compared with the timesteps that the pipeline gives its scheduler."""
 
 import inspect
+from contextlib import nullcontext
 from itertools import pairwise
 from unittest import mock
 
@@ -78,10 +79,13 @@ def test_timesteps_may_be_a_list():
         assert tracker.next_position("cond") == (0, 2, 900.0)
 
 
+@pytest.mark.parametrize("named", [True, False])
 @pytest.mark.parametrize("name", long_but(["skyreels v2, forcing from a video"], FORCING))
-def test_calls_are_counted_if_copies_of_the_scheduler_step(name):
+def test_calls_are_counted_if_copies_of_the_scheduler_step(name, named):
     options = {"residual_diff_threshold": 1e9, "start": 0.3, "end": 0.9, "always_compute_last": True}
     pipe, sections = cached(name, **options), []
+    if not named:
+        pipe.transformer.cache_context = nullcontext
 
     def note_sections(pipe, step, timestep, tensors):
         if step == 0:
@@ -94,7 +98,7 @@ def test_calls_are_counted_if_copies_of_the_scheduler_step(name):
     for total in sections:
         outside = [not 0.3 <= step / total < 0.9 or step == total - 1 for step in range(total)]
         expected += ["warmup", *["schedule" if out else "hit" for out in outside[1:]]]
-    for branch in ("cond", "uncond"):
+    for branch in ("cond", "uncond") if named else ("branch 0", "branch 1"):
         assert verdicts(cache_report(pipe), branch) == expected
         assert [row.step for row in cache_report(pipe).rows if row.branch == branch] == steps
     # Forecasts need times that decrease within a section.

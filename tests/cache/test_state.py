@@ -5,7 +5,6 @@ import re
 import threading
 import warnings
 import weakref
-from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -15,7 +14,7 @@ from diffusers.callbacks import PipelineCallback
 from para_core import apply_cache, model_cache_report, remove_cache, reset_cache
 from para_core.adapters import apply_cache_on_transformer, cache_report, remove_cache_from_pipe
 from para_core.adapters.cache.generation import caching_of
-from para_core.cache.apply import cache_options, require_cache
+from para_core.cache.apply import require_cache
 from tests.cache.scripted import ADAPTER, BLOCKS, IN_TWO_STAGES, Pipe, Scripted, Waits, cached, call_model, verdicts
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*cache ")
@@ -53,6 +52,10 @@ def test_each_generation_starts_empty_and_frees_its_state():
         with pytest.raises(ArithmeticError):
             pipe(ALMOST_SAME, callback=fail)
         assert held_bytes(caching_of(pipe).caches["transformer"]) == 0
+    pipe.transformer = torch.compile(pipe.transformer, backend="eager")
+    with torch.compiler.set_stance("force_eager"):
+        pipe(ALMOST_SAME)
+    assert verdicts(cache_report(pipe)) == HITS
 
 
 def test_retry_after_late_exception_is_no_hit():
@@ -180,7 +183,7 @@ class Callback(PipelineCallback):
         return self.run(pipe, step, timestep, tensors)
 
 
-@pytest.mark.parametrize("kind", ["function", "partial", "callback of diffusers", "thread"])
+@pytest.mark.parametrize("kind", ["function", "callback of diffusers", "thread"])
 @pytest.mark.parametrize("cached_too", [False, True])
 def test_nested_pipe_in_callback_equals_one_alone(kind, cached_too):
     shared, generated = Scripted(), []
@@ -199,7 +202,7 @@ def test_nested_pipe_in_callback_equals_one_alone(kind, cached_too):
                 thread.run()
         return tensors
 
-    callback = {"callback of diffusers": Callback, "partial": partial}.get(kind, lambda f: f)(generate_other)
+    callback = Callback(generate_other) if kind == "callback of diffusers" else generate_other
     assert equal(a(ALMOST_SAME, callback=callback), expected_a)
     assert len(generated) == 2
     assert all(equal(outputs, expected_b) for outputs in generated)
@@ -237,11 +240,8 @@ def test_second_cache_or_replaced_transformer_is_refused():
     apply_cache_on_transformer(transformer, residual_diff_threshold=1e9, adapter=ADAPTER)
     with pytest.raises(ValueError, match=message):
         pipe(ALMOST_SAME)
-    assert cache_options(transformer).residual_diff_threshold == 1e9
     remove_cache(transformer)
     assert equal(pipe(ALMOST_SAME), expected)
-    remove_cache_from_pipe(pipe)
-    assert type(transformer) is Scripted
     cached(pipe).transformer = Scripted()
     with pytest.raises(RuntimeError, match=r"pipe\.transformer .*cache"):
         pipe(ALMOST_SAME)
