@@ -135,7 +135,6 @@ def get(port, path, **headers):
 
 
 def events_of(text):
-    """Return the server-sent events of an answer."""
     return [json.loads(event.split("data: ")[1]) for event in text.decode().strip().split("\n\n")]
 
 
@@ -212,8 +211,9 @@ def test_size_beyond_rank_memory_names_one_that_fits():
         status, _, body = ask(port, {"prompt": "a", "size": "1600x1600"})
         assert status == 400
         assert re.search(r"30.2 GB .*24 GB.* 992x992", str(body))
-        assert ask(port, {"prompt": "a", "size": "992x992"})[0] == 200
         assert ask(port, {"prompt": "a", "size": "992x992", "n": 2})[0] == 400
+        # From an image, two are generated one by one.
+        assert ask(port, {"prompt": "a", "size": "992x992", "n": 2, "image": image_url()})[0] == 200
 
 
 def test_one_request_more_than_may_wait_comes_back_later():
