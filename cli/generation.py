@@ -40,7 +40,7 @@ from para_core.fleet.pipeline_info import Model
 from para_core.fleet.prompt_file import Line, Problem, read_prompts
 from para_core.fleet.rank import ReplicaOptions, load_rank
 from para_core.fleet.recipe import Recipe
-from para_core.fleet.request import USUAL_PIXELS, Delivery, estimate_pixels, make_request
+from para_core.fleet.request import USUAL_PIXELS, Delivery, Request, estimate_pixels, make_request
 from para_core.fleet.result_files import (
     choose_names,
     compute_digest,
@@ -128,7 +128,17 @@ def make_task(
     accepted = [line for line in unfinished if line.number not in reasons]
     disk = require_room(folder, [line.request for line in accepted], model)
     return GenerationTask(
-        model, recipe, accepted, finished, problems, folder, chosen, disk, ranks, replicas, room
+        model,
+        recipe,
+        lines=accepted,
+        finished=finished,
+        problems=problems,
+        folder=folder,
+        format_=chosen,
+        bytes_=disk,
+        ranks=ranks,
+        replicas=replicas,
+        room=room,
     )
 
 
@@ -140,7 +150,7 @@ def _find_memory_problems(
 
     A prediction takes seconds, so if no line exceeds the usual size of a result, no prediction is made.
     """
-    pixels = {line.number: estimate_pixels(line.request, model) for line in lines}
+    pixels = {line.number: _estimate_pixels_at_once(line.request, model) for line in lines}
     if all(number <= USUAL_PIXELS[model.kind] for number in pixels.values()):
         return {}
     _, memory = _foresee(model, recipe, ranks, room)
@@ -148,6 +158,11 @@ def _find_memory_problems(
         return {}
     problems = {number: memory.problem(size) for number, size in pixels.items()}
     return {number: problem for number, problem in problems.items() if problem is not None}
+
+
+def _estimate_pixels_at_once(request: Request, model: Model) -> int:
+    """Return the number of pixels that one call of the pipeline generates, of which a request may take several."""
+    return estimate_pixels(request, model) // request.calls
 
 
 def _foresee(model: Model, recipe: Recipe, ranks: int, room: float) -> tuple[dict[str, int], Memory | None]:
@@ -361,7 +376,7 @@ def _describe_weights(recipe: Recipe) -> str:
 
 
 def _describe_memory(task: GenerationTask, memory: Memory | None) -> str:
-    pixels = max((estimate_pixels(line.request, task.model) for line in task.lines), default=0)
+    pixels = max((_estimate_pixels_at_once(line.request, task.model) for line in task.lines), default=0)
     if memory is None or pixels == 0:
         return "not predicted"
     needed = memory.bytes_of(pixels) / 1e9

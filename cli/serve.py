@@ -162,10 +162,17 @@ def serve(
     message = f"{pipeline.pipeline} answers on http://{address}:{port}/ (stop with Ctrl-C)"
     console = Console(stderr=True, soft_wrap=True, highlight=False)
     ready = partial(console.print, message, markup=False)
-    everything = (pipeline, recipe, server_options, replica_options)
     with _logging_to_stderr(level):
         host_server.run_server(
-            *everything, replicas=groups.replicas, host=host, port=port, ready=ready, debug=debug
+            pipeline,
+            recipe,
+            server_options,
+            replica_options,
+            replicas=groups.replicas,
+            host=host,
+            port=port,
+            ready=ready,
+            debug=debug,
         )
     raise typer.Exit(SignalCode(0))
 
@@ -286,9 +293,12 @@ class _Shape:
 
 
 def _warmup_request(model: Model, shape: _Shape, delivery: Delivery) -> Request:
-    """Return a request of two steps for results of this shape, with a white image in each required field."""
+    """Return a request of two steps for results of this shape, with a white image of its size in each required
+    field. A pipeline that takes no width and height chooses them by that image.
+    """
     fields: dict[str, Any] = dict.fromkeys(model.required, "blank")
-    fields["size"] = f"{shape.width}x{shape.height}"
+    if "width" in model.fields or not model.required:
+        fields["size"] = f"{shape.width}x{shape.height}"
     if "prompt" in model.fields:
         fields["prompt"] = "warm-up"
     if "num_inference_steps" in model.fields:
@@ -296,14 +306,15 @@ def _warmup_request(model: Model, shape: _Shape, delivery: Delivery) -> Request:
     if shape.frames is not None:
         fields["frames"] = shape.frames
     try:
-        return replace(make_request(fields, model, read_image=_blank_image), delivery=delivery)
+        request = make_request(fields, model, read_image=lambda _: _make_white_image(shape))
     except ValueError as error:
         raise typer.BadParameter(f"{shape.option} {shape.text}: {error}") from None
+    return replace(request, delivery=delivery)
 
 
-def _blank_image(name: str) -> bytes:
+def _make_white_image(shape: _Shape) -> bytes:
     from PIL import Image
 
     file = BytesIO()
-    Image.new("RGB", (64, 64), "white").save(file, "PNG")
+    Image.new("RGB", (shape.width, shape.height), "white").save(file, "PNG")
     return file.getvalue()

@@ -2,7 +2,7 @@
 
 ``para_core generate`` and ``bench`` open them by :func:`open_ranks`, and `local_replica.py` makes them for a
 replica of the server. The processes themselves stand in :mod:`para_core.launcher`, ranks on Ray in
-`group.py`. Tests: tests/cli/test_generate.py, tests/fleet/test_replicas.py.
+`group.py`. Tests: tests/cli/test_generate.py, tests/fleet/test_replicas.py, tests/fleet/test_rank.py.
 """
 
 from __future__ import annotations
@@ -44,8 +44,10 @@ class Ranks(Protocol):
     restarts: bool
 
     def start(self) -> None:
-        """Load the object on all ranks, unless they hold it. Raise what loading raises, RankDied if a rank
-        ends.
+        """Load the object on all ranks, unless they hold it. A collective call of torchrun's ranks.
+
+        Raise RankDied if a rank ends, and what loading raises: :class:`LaunchedRanks` raises RankDied with its
+        message, because they have ended their processes.
         """
 
     def call(

@@ -25,8 +25,8 @@ class Line:
 
     number: int  # from 1
     request: Request
-    # Both are empty until cli/generation.py has set them: see outputs.compute_digest and
-    # outputs.choose_names.
+    # Both are empty until cli/generation.py has set them: see result_files.compute_digest and
+    # result_files.choose_names.
     digest: str = ""
     name: str = ""  # of the result's files, without suffix
 

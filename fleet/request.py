@@ -103,7 +103,9 @@ class Request:
     @property
     def calls(self) -> int:
         """Number of calls of the pipeline that generate the results, see :func:`split_request`."""
-        return len(split_request(self))
+        if not self.images or isinstance(self.fields.get("prompt"), list):
+            return 1
+        return self.results
 
     @property
     def size(self) -> str:
@@ -122,9 +124,10 @@ def split_request(request: Request) -> list[Request]:
 
     Several images that begin from an image are generated one by one. diffusers encodes that image only once
     for all, with the generator of the first, so the others would differ from what their own seeds give alone.
-    Only the first part sends previews.
+    Only the first part sends previews. A list of prompts is not split, so if it begins from an image, its
+    later results may differ from those of their seeds alone.
     """
-    if not request.images or request.results == 1 or isinstance(request.fields.get("prompt"), list):
+    if request.calls == 1:
         return [request]
     fields = {name: value for name, value in request.fields.items() if name not in _COUNT_FIELDS}
     parts = [replace(request, fields=fields, seed=seed) for seed in request.seeds]
@@ -172,7 +175,7 @@ def make_request(
 
     Args:
         values: Fields of the pipeline's call, or ``seed``, ``size``, ``steps``, ``frames``, ``n``. They
-            override ``model.defaults``.
+            override ``model.defaults``. A field that is None counts as left out.
         seed: Seed if ``values`` has none.
         read_image: Returns the contents of an image file, given the string in an image field. None refuses
             images.
@@ -204,16 +207,23 @@ def request_from(
     require_one_name(values, model)
     fields = dict(model.defaults)
     images: dict[str, tuple[bytes, ...]] = {}
-    # None sets nothing if another name of the same parameter has a value, which therefore comes later.
-    for name, value in sorted(values.items(), key=lambda field: field[1] is not None):
+    for name, value in values.items():
+        if value is None:
+            # diffusers seldom takes None for a parameter that has another default.
+            continue
         full_name = parameter_of(name, model)
         if name == "seed":
-            if value is not None:
-                seed = value
+            seed = value
         elif name == "size" and "size" not in model.fields:
-            if value not in (None, "auto"):
-                fields["width"], fields["height"] = read_size(value)
-        elif full_name in model.images and value is not None:
+            if value == "auto":
+                continue
+            if "width" not in model.fields:
+                raise ValueError(
+                    f"field 'size' is {value!r}; {model.pipeline} takes no width and height, and chooses them by "
+                    "the image: expected 'auto', or no size."
+                )
+            fields["width"], fields["height"] = read_size(value)
+        elif full_name in model.images:
             images[full_name] = read_images(full_name, value, read_image)
         else:
             fields[full_name] = value

@@ -112,7 +112,7 @@ def require_file(path: Path | None) -> None:
         with tempfile.TemporaryFile(dir=path.absolute().parent):
             pass
     except OSError as error:
-        raise OSError(f"{path} cannot be written: {error.strerror}. Use another file with --out.") from error
+        raise OSError(f"{path} cannot be written: {error.strerror}. Use another file.") from error
 
 
 def require_name(name: str | None) -> None:

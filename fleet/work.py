@@ -172,6 +172,7 @@ def _generate_parts(
             watch.progress(done + step)
 
     results = []
+    # Only the first rank knows that a part has no result, so every part runs: the other ranks run it, too.
     for part in split_request(request):
         results.append(generate_request(pipe, part, recipe, replace(watch, progress=progress)))
         done += last
@@ -299,7 +300,8 @@ class Previews:
 
     def at_step(self, pipe: Any, step: int, latents: Tensor | None) -> None:
         """Send a preview after step ``step`` (counted from 0) if one is due. Called after every step."""
-        steps = len(pipe.scheduler.timesteps)
+        # A call that begins from an image takes the last ones of the scheduler's timesteps only.
+        steps = getattr(pipe, "num_timesteps", None) or len(pipe.scheduler.timesteps)
         last = self._last
         self._last = None
         if latents is not None:
@@ -308,7 +310,7 @@ class Previews:
         if latents is None or step + 1 not in due or step + 1 == steps or not self._decodes:
             return
         try:
-            image = _decode(pipe, _predict_clean(pipe, step, last, latents), *self._sides)
+            image = _decode(pipe, _predict_clean(pipe, last, latents), *self._sides)
             previews = encode([image], self._delivery)
         except Exception as error:
             # The latents of an unknown pipeline may have any form. A missing preview is no error of the
@@ -318,16 +320,19 @@ class Previews:
         self._send(*previews)
 
 
-def _predict_clean(pipe: Any, step: int, last: Tensor | None, latents: Tensor) -> Tensor:
+def _predict_clean(pipe: Any, last: Tensor | None, latents: Tensor) -> Tensor:
     """Return the clean latents predicted by a flow-matching step: extrapolated linearly from two steps to
-    sigma 0. ``last`` are the latents before step ``step``, and ``latents`` those after it.
+    sigma 0. ``last`` are the latents before the scheduler's latest step, and ``latents`` those after it.
 
     Other schedulers, and the first step, give ``latents`` unchanged.
     """
     sigmas = getattr(pipe.scheduler, "sigmas", None)
     if last is None or sigmas is None or "FlowMatchEuler" not in type(pipe.scheduler).__name__:
         return latents
-    before, now = float(sigmas[step]), float(sigmas[step + 1])
+    # Not by the number of the callback's step, which counts from the first step of the call: a call that
+    # begins from an image leaves out the first sigmas.
+    index = pipe.scheduler.step_index
+    before, now = float(sigmas[index - 1]), float(sigmas[index])
     return latents - now * (latents - last) / (now - before)
 
 

@@ -91,7 +91,7 @@ class ServerOptions:
 
     @property
     def most_pixels(self) -> int:
-        """Largest number of pixels of a result by both limits, that of the server and that of a rank's
+        """Largest number of pixels of one call by both limits, that of the server and that of a rank's
         memory.
         """
         if self.memory is None:
@@ -324,12 +324,14 @@ def _count_levels(value: Any) -> int:
 def _require_size(request: Request, model: Model, options: ServerOptions) -> None:
     """Raise RequestError if the result has more pixels than the server takes, naming a size that would fit."""
     pixels = estimate_pixels(request, model)
-    most = options.most_pixels
+    most = options.pixels
+    why = f"more than the {options.pixels} that this server generates at once"
+    # A rank holds the pixels of one call.
+    if options.memory is not None and options.memory.pixels * request.calls < most:
+        most = options.memory.pixels * request.calls
+        why = options.memory.prediction(pixels // request.calls)
     if pixels <= most:
         return
-    why = f"more than the {options.pixels} that this server generates at once"
-    if options.memory is not None and most < options.pixels:
-        why = options.memory.prediction(pixels)
     hint = "request fewer at once, or state a size"
     sides = [request.fields[name] for name in ("height", "width") if request.fields.get(name) is not None]
     if sides:

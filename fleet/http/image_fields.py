@@ -10,7 +10,7 @@ import base64
 from collections.abc import Mapping
 from typing import Any
 
-from para_core.fleet.image_classes import explain_refused_image
+from para_core.fleet.image_classes import explain_refused_image, is_image_field
 from para_core.fleet.image_files import convert_mask
 from para_core.fleet.pipeline_info import Model
 
@@ -37,7 +37,9 @@ def with_pipeline_names(values: Mapping[str, Any], files: dict[str, bytes], mode
         if name == "image" and "image" not in model.fields and edited:
             name = edited[0]
         if value is None:
-            named.setdefault(name, None)
+            # Clients send null for an image that they leave out, also to a pipeline that takes none.
+            if name in model.fields or not is_image_field(source):
+                named.setdefault(name, None)
             continue
         if name in sources:
             raise ValueError(

@@ -34,7 +34,7 @@ class Metrics:
         self.registry = CollectorRegistry()
         names = {"namespace": "para_core", "registry": self.registry}
         self.accepted = Gauge("requests_accepted", "Requests that wait or run.", **names)
-        self.waiting = Gauge("requests_waiting", "Requests that wait for a replica.", **names)
+        self.waiting = Gauge("requests_waiting", "Requests that are in no batch yet.", **names)
         self.requests = Counter("requests", "Ended requests by outcome.", ["outcome"], **names)
         self.steps = Counter("steps", "Denoising steps; its rate is steps per second.", **names)
         buckets = (0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000)
@@ -96,7 +96,8 @@ class Replicas(Protocol):
 
 
 class Jobs:
-    """All requests of a server that wait or run, first come, first served, and its metrics.
+    """All requests of a server that wait or run, first come, first served, and its metrics. A request that is
+    retried waits again behind the others: what killed its replica may be the request itself.
 
     Requests with the same :func:`~para_core.fleet.request.batch_key` may be generated as one batch, if
     ``fits`` returns that they fit into memory together. All methods are called in one event loop, so nothing
@@ -119,6 +120,11 @@ class Jobs:
 
     def __len__(self) -> int:
         return len(self._jobs)
+
+    @property
+    def waiting(self) -> int:
+        """Number of requests that are in no batch yet."""
+        return len(self._waiting)
 
     def require_room(self) -> None:
         """Raise RequestError (429) if as many requests wait or run as the limits allow."""

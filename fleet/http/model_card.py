@@ -1,7 +1,7 @@
 """The served model as ``GET /v1/models`` shows it: OpenAI's fields, and what a page needs to fill its form.
 
-`server.py` makes the card once, at its start, and gives its ``id`` to the records of `videos.py`. Tests:
-tests/fleet/test_openai.py.
+`server.py` makes the card once, at its start. `videos.py` takes ``id`` and ``defaults`` from it for its records.
+Tests: tests/fleet/test_openai.py.
 """
 
 from __future__ import annotations

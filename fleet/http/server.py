@@ -125,7 +125,7 @@ class Server:
             router.post(path, openapi_extra=body)(self._generate)
             router.delete(path + "/{request_id}")(self._cancel)
         if self._model.kind == "video" and self._options.videos is not None:
-            videos = Videos(self._jobs, self._read, self._options, self._card["id"], self._warnings_of)
+            videos = Videos(self._jobs, self._read, self._options, self._card, self._warnings_of)
             router.post("/v1/videos", openapi_extra=body)(videos.create)
             router.get("/v1/videos")(videos.list)
             router.get("/v1/videos/{video_id}")(videos.get)
@@ -169,7 +169,7 @@ class Server:
         """Show the metrics in Prometheus' text format."""
         metrics = self._jobs.metrics
         metrics.accepted.set(len(self._jobs))
-        metrics.waiting.set(max(0, len(self._jobs) - await self._replicas.ready()))
+        metrics.waiting.set(self._jobs.waiting)
         return Response(generate_latest(metrics.registry), media_type="text/plain; version=0.0.4")
 
     async def _list_models(self) -> dict[str, Any]:

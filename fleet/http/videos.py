@@ -13,7 +13,7 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -40,8 +40,10 @@ class Videos:
 
     A video that was not finished when an earlier server ended gets the status ``failed``. The public methods
     are the routes below ``/v1/videos``; the page ``/docs`` shows their docstrings. They return records in the
-    form of OpenAI's API. ``read`` reads and validates the body of an HTTP request, and ``warn`` returns the
-    warnings about its fields. The folder ``options.videos`` is created if it does not exist.
+    form of OpenAI's API. ``read`` reads and validates the body of an HTTP request, ``card`` is the model's of
+    `model_card.py`, and ``warn`` returns the warnings about the fields of a request. The folder
+    ``options.videos`` is created if it does not exist. Each running server needs its own: another one takes
+    the videos that run in it for those of an earlier server.
     """
 
     def __init__(
@@ -49,13 +51,14 @@ class Videos:
         jobs: Jobs,
         read: Callable[[HttpRequest], Awaitable[Request]],
         options: ServerOptions,
-        model: str,
+        card: Mapping[str, Any],
         warn: Callable[[Job], tuple[str, ...]],
     ) -> None:
         self._jobs = jobs
         self._read = read
         self._options = options
-        self._model = model
+        self._model: str = card["id"]
+        self._defaults: Mapping[str, Any] = card["defaults"]
         self._warn = warn
         self._folder = folder = options.videos or Path()  # Without a folder the server has no such routes.
         self._running: dict[str, Job] = {}
@@ -82,7 +85,8 @@ class Videos:
         request = await self._read(http)
         id_ = f"video_{uuid.uuid4().hex}"
         job = self._jobs.start(request, id_)
-        frames = next((request.fields[name] for name in FRAME_PARAMETERS if request.fields.get(name)), 0)
+        values = {**self._defaults, **request.fields}
+        frames = next((values[name] for name in FRAME_PARAMETERS if values.get(name)), 0)
         prompt = request.fields.get("prompt")
         if not isinstance(prompt, str):
             prompt = json.dumps(prompt)
@@ -128,8 +132,8 @@ class Videos:
         record = self._records[id_]
         job = self._running.get(id_)
         if job is not None and job.steps_done:
-            each = job.request.fields.get("num_inference_steps")
-            steps = job.steps_done + 1
+            each = {**self._defaults, **job.request.fields}.get("num_inference_steps")
+            steps = job.steps_done + 1  # at least, if their number is unknown
             if each:
                 steps = each * job.request.calls
             # Only in memory: on disk the video stays queued until it ends.

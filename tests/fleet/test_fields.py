@@ -48,9 +48,6 @@ def test_classes_that_would_take_an_image_have_the_same_transformer():
     assert {name: classes_with_images(name) for name in classes} == classes
 
 
-# -- Seeds.
-
-
 @pytest.mark.parametrize("seed", [{}, {"seed": None}, {"seed": -1}])
 def test_request_without_a_seed_gets_another_each_time(served, seed):
     port, backend = served(FluxPipeline)
@@ -74,9 +71,6 @@ def test_seeds_of_forms_and_edits(served, text, seed):
     port, _ = served(FluxImg2ImgPipeline)
     seeds = {ask(port, path=EDITS, **as_form(prompt="a", seed=text, image=image_url()))[2]["seed"] for _ in range(2)}
     assert seeds == {seed} if seed is not None else len(seeds) == 2
-
-
-# -- Images in OpenAI's forms.
 
 
 def reference(url):
@@ -193,7 +187,7 @@ def test_lines_of_a_prompt_file(tmp_path):
     lines = [
         {"prompt": "a", "num_inference_steps": 3, "steps": None, "width": 16},
         {"prompt": "a", "size": "16x32"},
-        {"prompt": "a"},
+        {"prompt": "a", "guidance_scale": None},
     ]
     path = tmp_path / "prompts.jsonl"
     path.write_text("\n".join(map(json.dumps, lines)))
@@ -203,9 +197,8 @@ def test_lines_of_a_prompt_file(tmp_path):
     names = ("width", "height", "num_inference_steps")
     values = [tuple(line.request.fields[name] for name in names) for line in valid]
     assert values == [(16, 48, 3), (16, 32, 5), (64, 48, 5)]
+    assert valid[-1].request.fields.keys() == {"prompt", *names}
 
-
-# -- Fields without effect.
 
 NEGATIVE = {"negative_prompt": "text"}
 

@@ -166,6 +166,10 @@ async def test_requests_that_differ_in_prompt_and_seed_are_one_batch(replicas, r
     running += [ask(jobs, "several", num_images_per_prompt=2, height=64), ask(jobs, "eeeeee", height=64)]
     await until(lambda: replica.ran)
     jobs.cancel("b")
+    replica.open.set()
+    replica.open.clear()
+    await until(lambda: len(replica.ran) == 2)
+    assert (replica.ran[1], jobs.waiting) == ("a+c+d", 4)
     names = ["busy", "a", Cancelled, "other", "c", "d", "e", "several", "eeeeee"]
     assert await open_and_collect([replica], [busy, *running]) == names
     assert replica.ran == ["busy", "a+c+d", "other", "e", "several", "eeeeee"]
@@ -214,8 +218,11 @@ async def test_stopped_pool_tells_the_calls_that_wait(replicas, replica):
     replica.open.set()
     answers = await asyncio.wait_for(asyncio.gather(*waiting, return_exceptions=True), 2)
     assert [type(answer) for answer in answers] == [RankDied] * 3
+    assert (replica.starts, replica.running) == (1, False)
     with pytest.raises(RankDied, match="stopped"):
         await replicas.run([])
+    await replicas.start()
+    assert (await replicas.generate(None)).metadata["id"] == "own"
 
 
 @with_pool(watch=0.01)
@@ -228,15 +235,6 @@ async def test_busy_replica_that_dies_starts_again_once_and_frees_its_place(repl
     assert replica.starts == 1
     assert await open_and_collect([replica], [dies, lives]) == [RankDied, "lives"]
     assert (replica.starts, await replicas.ready()) == (2, 1)
-    # That of a stopped pool does not start again.
-    replica.open.clear()
-    answer = asyncio.ensure_future(replicas.generate(None))
-    await until(lambda: len(replica.ran) == 3)
-    await replicas.stop()
-    replica.open.set()
-    with pytest.raises(RankDied):
-        await answer
-    assert (replica.starts, replica.running) == (2, False)
 
 
 @with_pool()

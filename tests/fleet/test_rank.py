@@ -7,6 +7,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from diffusers import FluxPipeline
 from peft import LoraConfig
 from peft.utils import get_peft_model_state_dict
@@ -14,6 +15,7 @@ from safetensors.torch import save_file
 
 from para_core.fleet import rank as rank_module
 from para_core.fleet.build import build
+from para_core.fleet.engine import OwnRank
 from para_core.fleet.failures import RequestFailed
 from para_core.fleet.log_relay import LogPosition
 from para_core.fleet.loras import LoadedLoras
@@ -21,8 +23,8 @@ from para_core.fleet.pipeline_info import TINY_FLUX_FIELDS, find_tiny_flux
 from para_core.fleet.rank import ReplicaOptions
 from para_core.fleet.rank_actor import RankActor
 from para_core.fleet.recipe import Recipe
-from para_core.fleet.request import Lora, Request, batch_key
-from para_core.launcher.errors import Cancelled
+from para_core.fleet.request import Delivery, Lora, Request, batch_key
+from para_core.launcher.errors import Cancelled, RankDied
 from para_core.progress import logger
 from tests.fleet.test_work import pixels
 from tests.tiny import load_pipe
@@ -47,11 +49,23 @@ def test_rank_is_not_the_launcher_process(monkeypatch):
     assert [at_build[name] for name in KEPT] == ["3"] * len(KEPT)
 
 
-# -- Requests on one rank with the small model, which keeps encoded prompts and LoRAs.
+def raise_in_the_same_call_and_then_in_different_ones():
+    own = OwnRank(lambda: mock.Mock(fail=mock.Mock(side_effect=ValueError)))
+    own.start()
+    for error in (ValueError, RankDied):
+        with pytest.raises(error):
+            own.call("fail")
+        if dist.get_rank() == 1:
+            own.call("work")
 
 
-def request(prompt=PROMPT, seed=0, lora=None, **fields):
-    return Request({**FIELDS, "prompt": prompt, **fields}, seed, lora=lora)
+def test_ranks_of_torchrun_that_raise_in_different_calls_end(rank_pool):
+    rank_pool.run(raise_in_the_same_call_and_then_in_different_ones, 2)
+
+
+def request(prompt=PROMPT, seed=0, lora=None, partial_images=0, **fields):
+    delivery = Delivery(partial_images=partial_images)
+    return Request({**FIELDS, "prompt": prompt, **fields}, seed, delivery=delivery, lora=lora)
 
 
 @pytest.fixture(scope="module")
@@ -186,5 +200,6 @@ def test_lora_is_never_left_out_and_memory_of_a_failed_request_is_released_befor
 
 def test_requests_that_differ_otherwise_are_no_batch():
     others = [{"num_inference_steps": 3}, {"height": 64}, {"num_images_per_prompt": 2}, {"prompt": ["a", "b"]}]
-    keys = [batch_key(request(**other)) for other in (*others, {"lora": ("a", 1.0)})]
+    others += [{"lora": ("a", 1.0)}, {"partial_images": 1}]
+    keys = [batch_key(request(**other)) for other in others]
     assert batch_key(request()) == batch_key(request("a blue square", seed=1)) not in (None, *keys)

@@ -43,6 +43,7 @@ class StandIn:
             prompt = request.fields["prompt"]
             if prompt == "dies" and self.deaths == 0:
                 self.deaths += 1
+                progress(1)
                 raise RankDied("rank 1 died.")
             if prompt == "refused":
                 raise RequestFailed("the pipeline says no.")
@@ -126,7 +127,6 @@ def answer_of(connection):
 
 
 def ask(port, body, **how):
-    """Send a request and return ``(status, headers, body)``."""
     return answer_of(start(port, body, **how))
 
 
@@ -135,7 +135,6 @@ def get(port, path, **headers):
 
 
 def events_of(text):
-    """Return the server-sent events of an answer."""
     return [json.loads(event.split("data: ")[1]) for event in text.decode().strip().split("\n\n")]
 
 
@@ -212,8 +211,9 @@ def test_size_beyond_rank_memory_names_one_that_fits():
         status, _, body = ask(port, {"prompt": "a", "size": "1600x1600"})
         assert status == 400
         assert re.search(r"30.2 GB .*24 GB.* 992x992", str(body))
-        assert ask(port, {"prompt": "a", "size": "992x992"})[0] == 200
         assert ask(port, {"prompt": "a", "size": "992x992", "n": 2})[0] == 400
+        # From an image, two are generated one by one.
+        assert ask(port, {"prompt": "a", "size": "992x992", "n": 2, "image": image_url()})[0] == 200
 
 
 def test_one_request_more_than_may_wait_comes_back_later():
@@ -273,6 +273,7 @@ def test_running_request_is_cancelled_by_its_id_which_is_unique():
         assert ask(port, None, method="DELETE", path=f"{PATH}/long")[0] == 200
         status, _, body = answer_of(running)
         assert (status, body["error"]["code"]) == (409, "cancelled")
+        assert b'requests_total{outcome="cancelled"} 1.0' in get(port, "/metrics")[2]
         assert ask(port, None, method="DELETE", path=f"{PATH}/long")[0] == 404
 
 
@@ -280,10 +281,11 @@ def test_request_is_retried_if_its_replica_dies_and_cancelled_if_it_takes_too_lo
     with serving(retries=1, seconds=0.5) as (port, backend):
         assert ask(port, {"prompt": "dies"})[0] == 200
         text = get(port, "/metrics")[2].decode()
-        counts = ("replica_deaths_total 1", 'requests_total{outcome="done"} 1', "steps_total 2", "requests_accepted 0")
+        counts = ("replica_deaths_total 1", 'requests_total{outcome="done"} 1', "steps_total 3", "requests_accepted 0")
         assert [count for count in counts if f"para_core_{count}.0" not in text] == []
         status, _, body = ask(port, {"prompt": "waits"}, X_Request_Id="long")
         assert (status, body["error"]["code"]) == (504, "timed_out")
+        assert b'requests_total{outcome="timed_out"} 1.0' in get(port, "/metrics")[2]
         assert backend.cancelled == {"long"}
 
 

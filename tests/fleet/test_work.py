@@ -122,20 +122,24 @@ def test_results_of_one_request_are_those_of_their_own_seeds(plain):
     recipe = Recipe(FLUX)
     edits, image = load_pipe(FLUX, FluxImg2ImgPipeline), encode([Image.new("RGB", (64, 48), "red")], Delivery())[0].data
     fields = {"prompt": "a large red circle", "size": "64x48", "steps": 4}
-    edit = {"image": "a.png", "max_sequence_length": 16, "strength": 0.5}
-    for pipe, model, call in (
-        (plain[0], find_model(None), fields),
-        (edits, describe_class("", FluxImg2ImgPipeline, {}), {**fields, **edit}),
+    # With this strength four of eight steps are done, for each image.
+    edit = {"image": "a.png", "max_sequence_length": 16, "strength": 0.5, "steps": 8}
+    for pipe, model, call, count in (
+        (plain[0], find_model(None), fields, 4),
+        (edits, describe_class("", FluxImg2ImgPipeline, {}), {**fields, **edit}, 8),
     ):
-        steps = []
+        steps, previews = [], []
+        watch = Watch(steps.append, preview=previews.append)
 
-        def draw(pipe=pipe, model=model, call=call, steps=steps, **others):
+        def draw(pipe=pipe, model=model, call=call, watch=watch, **others):
             request = make_request({**call, **others}, model, read_image=lambda _: image)
-            return generate_request(pipe, request, recipe, Watch(progress=steps.append))
+            return generate_request(pipe, replace(request, delivery=Delivery(partial_images=1)), recipe, watch)
 
         together = draw(n=2, seed=3)
-        # With this strength two of four steps are done, for each image.
-        assert steps == [1, 2, 3, 4]
+        assert steps == [*range(1, count + 1)]
+        # It is of the first image.
+        (preview,) = previews
+        assert np.abs(pixels(preview.data) - pixels(together)).mean() < 8
         assert together.metadata["seeds"] == [3, 4]
         assert [output.suffix for output in together.outputs] == ["-0.png", "-1.png"]
         for output, seed in zip(together.outputs, (3, 4), strict=True):
