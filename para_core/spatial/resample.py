@@ -89,9 +89,6 @@ def run_interpolate(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs:
     rows = rows_of(x)
     if rows is None or rows.outer > 1 or antialias or mode == "area":
         raise refusal(func, rows, f"mode={mode!r}, antialias={antialias} is not supported")
-    if mode not in _NEAREST and not x.is_floating_point():
-        # Its sums are rounded to integers, in a way of PyTorch's own.
-        raise refusal(func, rows, f"mode={mode!r} of {x.dtype} is not supported")
     axis = rows.dim - 2
     if rows.dim == 1:
         raise refusal(func, rows, "its channels are sharded")
@@ -106,6 +103,9 @@ def run_interpolate(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs:
         return set_rows(func(x, local_sizes(sizes), scales, mode, align), repeated_rows)
     row_sizes, step = _sizes_and_step(rows, axis, scales, sizes, recompute)
     require_rows(func, rows, row_sizes)
+    if mode not in _NEAREST and not x.is_floating_point():
+        # PyTorch rounds these sums to integers in a way of its own.
+        raise refusal(func, rows, f"mode={mode!r} of {x.dtype} is not supported")
     if torch.compiler.is_compiling():
         raise refusal(
             func, rows, f"mode={mode!r} to {sum(row_sizes)} rows is not supported in compiled functions"

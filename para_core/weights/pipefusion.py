@@ -297,7 +297,9 @@ class Fusion:
                 if source is not None and (stages is None or stages.dim.index == 0):
                     arguments = {**arguments, "hidden_states": source.up_to(patch)}
                 elif source is not None:
-                    # Stages after the first receive embedded tokens from the previous stage.
+                    # Stages after the first receive embedded tokens from the previous stage. Nothing checks that
+                    # the model reads the values of hidden_states before its blocks only, as all that are
+                    # described do.
                     zeros = torch.zeros(tokens.shape, dtype=tokens.dtype, device=tokens.device)
                     arguments = {**arguments, "hidden_states": zeros}
                 output = self._run_patch(compute, keys, arguments, patch, self.options.num_patches)
