@@ -195,8 +195,7 @@ class UnetRun:
         """
         sample = inputs[self.images[0]]
         dim = -1 if sample.shape[-1] > sample.shape[-2] else -2
-        # With two units a rank holds two rows at the innermost level: match_reshape (para_core/spatial/views.py)
-        # looks for rows in the shape that a rank holds, and would take another dim of size 1 for a single row.
+        # SpatialShardMode.shard takes two units for each rank at least.
         rows, workers = self.rows.shard(sample, dim, self._rows_per_unit(), min_units=2)
         compute = partial(call, **inputs)
         if workers.size > 1:

@@ -8,7 +8,7 @@ finds :data:`FEATURE`. Tests: tests/weights/test_pipefusion.py.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import astuple
 from functools import partial
 from typing import Any
@@ -26,10 +26,7 @@ from para_core.cache.options import CacheOptions
 from para_core.distributed.mesh import GuidedMesh
 from para_core.instance.modules import is_compiled
 from para_core.instance.private_class import original_class
-from para_core.instance.record import (
-    empty_slot,
-    fill_slot,
-)
+from para_core.instance.record import fill_slot
 from para_core.instance.slots import Slot
 from para_core.user_warnings import ParallelWarning, warn_user
 from para_core.weights.patch_plan import PatchPlan, patch_plan
@@ -84,8 +81,8 @@ class FusedPipe(FeatureChange):
     def undo(self) -> None:
         """Turn PipeFusion off."""
         for fusion in self.fusions.values():
+            # This empties the slot of the model, and so removes the wrapper of cache_context, too.
             fusion.remove()
-            empty_slot(fusion.module, Slot.PIPEFUSION)
 
     @contextmanager
     def _track_name(
@@ -109,9 +106,9 @@ class FusedPipe(FeatureChange):
 
     def _step_of(self, branch: str) -> tuple[int, int]:
         """Return the step of the next call of ``branch``, and the number of steps. Call it once per call."""
-        # The first step computes all tokens. Calls outside of a generation count as one, and so do those of
-        # an unknown CFG branch, because the stored keys of another branch would be wrong in silence.
-        if not self._tracker.active or not branch:
+        # The first step computes all tokens. Calls of an unknown CFG branch count as one, because the stored
+        # keys of another branch would be wrong in silence.
+        if not branch:
             return 0, FEWEST_STEPS
         position = self._tracker.next_position(branch)
         return position.step, position.num_steps
@@ -121,19 +118,16 @@ class FusedPipe(FeatureChange):
         """Track the steps of one generation of ``pipe`` in the ``with`` block.
 
         On exit, finish all pending transfers, and warn if the generation had too few steps for PipeFusion.
+        Raise ``RuntimeError`` if ``pipe`` is running already.
         """
-        # Each generation has other prompts, so its branches have other arguments.
-        self._branches = {key: Branches(branches.conditions) for key, branches in self._branches.items()}
-        failed = True
-        for fusion in self.fusions.values():
-            fusion.begin()
-        try:
-            with self._tracker.follow(pipe, lambda: None, with_copies=self._with_copies):
-                yield kwargs
-            failed = False
-        finally:
+        with ExitStack() as stack:
+            # First, because it raises in a call inside another one, whose generation must not be changed.
+            stack.enter_context(self._tracker.follow(pipe, lambda: None, with_copies=self._with_copies))
+            # Each generation has other prompts, so its branches have other arguments.
+            self._branches = {key: Branches(branches.conditions) for key, branches in self._branches.items()}
             for fusion in self.fusions.values():
-                fusion.end(failed=failed)
+                stack.enter_context(fusion.generation())
+            yield kwargs
         if any(fusion.few_steps for fusion in self.fusions.values()):
             warn_user(
                 f"PipeFusion was off in this call of the {type(pipe).__name__}: with fewer than "

@@ -2,7 +2,8 @@
 others.
 
 :class:`~para_core.weights.stages.Stages` runs the blocks. Here is what diffusers needs: methods that would
-move, cast or save all weights raise. LoRAs are changed by :mod:`.staged_loras`.
+move or save all weights, or cast single layers, raise. ``half()``, ``float()`` and the like work, if all ranks call
+them. LoRAs are changed by :mod:`.staged_loras`.
 
 Other methods see freed weights as tensors on the meta device. ``state_dict()`` returns them too, and cannot
 raise, because diffusers and peft read its names and shapes while they load a LoRA: to save a model, load it
@@ -46,9 +47,9 @@ from para_core.weights.stack import stages_of
 from para_core.weights.stages import Stages, check_freeable, free_other_blocks
 
 # Methods of a model that save the weights of all blocks, move or cast them. The values complete the error
-# message.
+# message. PyTorch itself would raise in cpu() and cuda(), but only at the first freed weight, with others moved.
 _REFUSED_METHODS = {
-    "to": "moving it",
+    **dict.fromkeys(("to", "cpu", "cuda"), "moving it"),
     "enable_group_offload": "offloading it",
     "enable_layerwise_casting": "casting its layers",
     "save_pretrained": "saving it",

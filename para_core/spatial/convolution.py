@@ -11,12 +11,13 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from para_core.distributed.mesh import MeshDim
 from para_core.layout.windows import bounds_of, plan_convolution, plan_overlap, plan_transposed
 from para_core.spatial.fetch import fetch_rows, start_fetch
-from para_core.spatial.row_tag import RowTag, refusal, rows_of, set_rows
+from para_core.spatial.row_tag import RowTag, refusal, set_rows
 from para_core.spatial.rules import bind, only_first, require_rows
 from para_core.torch_functions import Function, name_of
 
@@ -68,14 +69,14 @@ def read_convolution(func: Function, args: Sequence[Any], kwargs: dict[str, Any]
     sharded.
 
     Raises:
-        MixesRows: Its channels are sharded, its windows would span two frames, or ``padding="same"`` is
-            uneven.
+        MixesRows: Its channels or weights are sharded, its windows would span two frames, or
+            ``padding="same"`` is uneven.
     """
     x, weight, bias, stride, padding, dilation, groups = bind(
         func, args, kwargs, input=None, weight=None, bias=None, stride=1, padding=0, dilation=1, groups=1
     )
     spatial = weight.ndim - 2
-    rows, axis = _spatial_axis(func, x, spatial)
+    rows, axis = _spatial_axis(func, args, kwargs, spatial)
     if axis is None:
         return None
     strides, dilations = _sizes_per_dim(stride, spatial), _sizes_per_dim(dilation, spatial)
@@ -142,16 +143,14 @@ def _overlaps(device: torch.device) -> bool:
     return device.type != "cpu"
 
 
-def _spatial_axis(func: Function, x: Any, spatial: int) -> tuple[RowTag, int | None]:
-    """Return the tag of ``x`` and the index of the sharded dim in the ``spatial`` last ones; None for the
-    batch dim. Raise :class:`MixesRows` if the channels are sharded, or one dim contains the rows of several
-    frames.
+def _spatial_axis(
+    func: Function, args: Sequence[Any], kwargs: dict[str, Any], spatial: int
+) -> tuple[RowTag, int | None]:
+    """Return the tag of the input of a call of ``func`` and the index of the sharded dim in its ``spatial``
+    last ones; None for the batch dim. Raise :class:`MixesRows` if the channels or another argument, such as
+    the weights, are sharded, or one dim contains the rows of several frames.
     """
-    rows = rows_of(x)
-    if rows is None:
-        raise TypeError(
-            f"{getattr(func, '__name__', func)}: the input is replicated, and the weights are sharded."
-        )
+    x, rows = only_first(func, args, kwargs)
     axis = rows.dim - (x.ndim - spatial)
     if axis >= 0 and rows.outer > 1:
         raise refusal(func, rows, "its windows would span the rows of two frames")
@@ -179,7 +178,7 @@ def run_conv_transpose(ranks: MeshDim, func: Function, args: Sequence[Any], kwar
         func, args, kwargs, **parameters, groups=1, dilation=1
     )
     spatial = weight.ndim - 2
-    rows, axis = _spatial_axis(func, x, spatial)
+    rows, axis = _spatial_axis(func, args, kwargs, spatial)
     if axis is None:
         return set_rows(func(x, weight, bias, stride, padding, extra, groups, dilation), rows)
     strides, dilations, paddings, extras = (
@@ -234,7 +233,7 @@ def read_pool(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Wi
             func, args, kwargs, **window, ceil_mode=False, count_include_pad=True, divisor_override=None
         )
         dilation, unsupported = 1, unsupported or (any(_sizes_per_dim(padding, 1)) and not counts_padding)
-    rows, axis = _spatial_axis(func, x, spatial)
+    rows, axis = _spatial_axis(func, args, kwargs, spatial)
     if axis is None:
         return None
     kernels, paddings, dilations = (_sizes_per_dim(value, spatial) for value in (kernel, padding, dilation))
@@ -248,7 +247,16 @@ def read_pool(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Wi
             "ceil_mode, return_indices, divisor_override and count_include_pad=False are not supported",
         )
 
+    extent = dilations[axis] * (kernels[axis] - 1) + 1
+    fill = 0.0
+    if is_max:
+        fill = float("-inf")
+
     def run(part: Tensor, padded: int) -> Tensor:
+        if padded > kernels[axis] // 2:
+            # PyTorch's own padding is at most half a kernel without its dilation.
+            part = F.pad(part, [0, 0] * (spatial - 1 - axis) + [padded, padded], value=fill)
+            padded = 0
         local_paddings = [*paddings[:axis], padded, *paddings[axis + 1 :]]
         out: Tensor
         if is_max:
@@ -257,10 +265,6 @@ def read_pool(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Wi
             out = func(part, kernels, strides, local_paddings)
         return out
 
-    extent = dilations[axis] * (kernels[axis] - 1) + 1
-    fill = 0.0
-    if is_max:
-        fill = float("-inf")
     return WindowedCall(x, rows, extent, strides[axis], paddings[axis], run, fill)
 
 
@@ -288,8 +292,8 @@ def run_stft(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[s
         return_complex=None,
         align_to_window=None,
     )
-    rows = rows_of(x)
-    if rows is None or rows.dim != x.ndim - 1 or rows.outer > 1 or center:
+    _, rows = only_first(func, args, kwargs)
+    if rows.dim != x.ndim - 1 or rows.outer > 1 or center:
         raise refusal(func, rows, "center=True and a sharded batch are not supported")
     if hop is None:
         hop = size // 4

@@ -21,6 +21,8 @@ from para_core.spatial.row_tag import RowTag, ShardedSize, local_sizes, refusal,
 from para_core.spatial.rules import argument, bind, only_first, require_rows, sum_dtype
 from para_core.torch_functions import Function, name_of
 
+_NEAREST = ("nearest", "nearest-exact")
+
 
 def run_pad(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
     """Run ``F.pad``. Padding rows are added only at the edges of the image, by the first and the last rank."""
@@ -48,11 +50,7 @@ def run_pad(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[st
     sizes = list(rows.sizes)
     sizes[0] += before
     sizes[-1] += after
-    if any(widths):
-        out = func(x, widths, mode, value)
-    else:
-        out = x.clone()
-    return set_rows(out, RowTag(rows.dim, tuple(sizes)))
+    return set_rows(func(x, widths, mode, value), RowTag(rows.dim, tuple(sizes)))
 
 
 def run_pixel_shuffle(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
@@ -105,6 +103,9 @@ def run_interpolate(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs:
         return set_rows(func(x, local_sizes(sizes), scales, mode, align), repeated_rows)
     row_sizes, step = _sizes_and_step(rows, axis, scales, sizes, recompute)
     require_rows(func, rows, row_sizes)
+    if mode not in _NEAREST and not x.is_floating_point():
+        # PyTorch rounds these sums to integers in a way of its own.
+        raise refusal(func, rows, f"mode={mode!r} of {x.dtype} is not supported")
     if torch.compiler.is_compiling():
         raise refusal(
             func, rows, f"mode={mode!r} to {sum(row_sizes)} rows is not supported in compiled functions"
@@ -129,7 +130,7 @@ def _tag_of_repeated_rows(
     """
     if scales is not None:
         factor = scales[axis]
-        is_repetition = factor == 1 or (mode in ("nearest", "nearest-exact") and factor == int(factor))
+        is_repetition = factor == 1 or (mode in _NEAREST and factor == int(factor))
         if recompute or not is_repetition:
             return None
         return RowTag(rows.dim, tuple([count * int(factor) for count in rows.sizes]))
@@ -168,9 +169,10 @@ class _Resampling(NamedTuple):
     """The parameters of an interpolation along rows, for output rows ``start`` to ``stop - 1``.
 
     The whole image has ``total`` input rows and ``num_rows`` output rows. Consecutive output rows are
-    ``step`` input rows apart.
+    ``step`` input rows apart. Positions are computed in ``dtype``.
     """
 
+    dtype: torch.dtype
     mode: str
     total: int
     num_rows: int
@@ -185,9 +187,9 @@ class _Resampling(NamedTuple):
 @torch.inference_mode(False)
 def _taps(resampling: _Resampling) -> tuple[Tensor, Tensor]:
     """Return for each output row the indices of its input rows and their weights, each ``[rows, taps]`` on the CPU."""
-    mode, total, num_rows, step, align, start, stop = resampling
-    rows = torch.arange(start, stop, dtype=torch.float32)
-    if mode in ("nearest", "nearest-exact"):
+    dtype, mode, total, num_rows, step, align, start, stop = resampling
+    rows = torch.arange(start, stop, dtype=dtype)
+    if mode in _NEAREST:
         center = 0.0
         if mode == "nearest-exact":
             center = 0.5
@@ -196,8 +198,6 @@ def _taps(resampling: _Resampling) -> tuple[Tensor, Tensor]:
     if align:
         # The first and the last output row are the first and the last input row.
         source = rows * ((total - 1) / max(num_rows - 1, 1))
-        if num_rows == 1:
-            source = torch.zeros_like(rows)
     else:
         source = (rows + 0.5) * step - 0.5
     if mode != "bicubic":
@@ -247,15 +247,18 @@ def _resample(
         sizes: Number of output rows of each rank.
         step: Distance between output rows, in input rows.
     """
+    wide = sum_dtype(x.dtype)
+    # PyTorch finds the nearest row in float32, whatever the dtype of the image is.
+    dtype = torch.float32 if mode in _NEAREST else wide
     of_ranks = [
-        _Resampling(mode, sum(rows.sizes), sum(sizes), step, align, *bounds) for bounds in bounds_of(sizes)
+        _Resampling(dtype, mode, sum(rows.sizes), sum(sizes), step, align, *bounds)
+        for bounds in bounds_of(sizes)
     ]
     part = fetch_rows(x, rows, list(map(_span, of_ranks)), ranks)
     own = of_ranks[ranks.index]
     index = _index_on(own, x.device)
     if len(index) == 1:
         return part.index_select(rows.dim, index[0])
-    wide = sum_dtype(x.dtype)
     shape = [-1] + [1] * (x.ndim - 1 - rows.dim)
     terms = [
         part.index_select(rows.dim, tap).to(wide) * weights.view(shape)

@@ -26,8 +26,9 @@ def run_reorder(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dic
     x, rows = only_first(func, args, kwargs)
     # Find the new index of the sharded dim with a meta tensor whose dims all have different sizes. A new dim has
     # size 1.
-    with torch.device("meta"):
-        shape = func(torch.empty([dim + 2 for dim in range(x.ndim)]), *args[1:], **kwargs).shape
+    like = torch.empty([dim + 2 for dim in range(x.ndim)], device="meta")
+    named = {name: like if value is x else value for name, value in kwargs.items()}
+    shape = func(*[like if value is x else value for value in args], **named).shape
     return _set_checked_rows(func, func(*args, **kwargs), rows.at(shape.index(rows.dim + 2)), ranks)
 
 
@@ -247,7 +248,7 @@ def run_repeat(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict
     """Run ``expand``, ``repeat`` or ``tile`` along dims other than the sharded one."""
     x, rows = only_first(func, args, kwargs)
     if name_of(func) in ("expand", "broadcast_to"):
-        args = local_sizes(tuple(args))
+        args, kwargs = local_sizes(tuple(args)), {name: local_sizes(size) for name, size in kwargs.items()}
     out = func(*args, **kwargs)
     return _set_checked_rows(func, out, rows.at(rows.dim + out.ndim - x.ndim), ranks)
 

@@ -265,6 +265,7 @@ class PatchAttnMode(SdpaOwner, TorchFunctionMode):
     def attend(self, call: SdpaCall) -> Tensor:
         """Return the output of the operator for this call and the index of its plan entry."""
         index = self._indices[min(self._calls, len(self._indices) - 1)]
+        # Do not count calls that have one entry in common: the count would be a side effect of their graph.
         if len(self._indices) > 1:
             self._calls += 1
         out: Tensor = torch.ops.para_core.patch_attention(*call[:8], index)[0]

@@ -7,15 +7,15 @@ step (:mod:`~para_core.weights.stale_keys`). The output of the model arrives pat
 patch ``m`` of the next step starts as soon as patch ``m`` of this step has arrived. The result depends on the
 number of patches, but not on the number of stages: a single process computes the same numbers.
 
-``adapters/weights/fused_pipe.py`` makes one :class:`Fusion` for each transformer, and calls ``begin`` and
-``end`` around each generation. Tests: tests/weights/test_pipefusion.py.
+``adapters/weights/fused_pipe.py`` makes one :class:`Fusion` for each transformer, and enters its
+``generation`` around each call of the pipeline. Tests: tests/weights/test_pipefusion.py.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -23,7 +23,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from para_core.distributed.point_to_point import Links
 from para_core.instance.modules import has_compiled_parts, is_compiled
 from para_core.instance.record import (
     empty_slot,
@@ -102,7 +101,8 @@ class Fusion:
         self._blocks = blocks
         if self._stages is not None:
             self._blocks = [blocks[index] for index in self._stages.block_range]
-        self._branches: dict[str, _FusedBranch] = {}
+        # None outside of a generation, where a call of the model is exact and keeps nothing.
+        self._branches: dict[str, _FusedBranch] | None = None
         # The stored keys and values that the current model call uses; None outside of a call.
         self._keys: StaleKeys | None = None
         # Whether attention in the current model call is intercepted by a mode instead of the dispatcher.
@@ -125,33 +125,30 @@ class Fusion:
         empty_slot(self.module, Slot.PIPEFUSION)
         empty_slots(self._blocks, Slot.FUSED_BLOCK)
 
-    def begin(self) -> None:
-        """Start a generation: clear the statistics."""
-        self.report, self.few_steps, self._sent_before = PipeFusionReport(), False, []
+    @contextmanager
+    def generation(self) -> Iterator[None]:
+        """Clear the statistics, and run one generation in the ``with`` block. Not reentrant.
 
-    def end(self, *, failed: bool = False) -> None:
-        """End a generation: wait for all patches in flight, and free the stored keys.
-
-        If it ``failed``, do not wait, but mark the links between stages as broken.
+        On exit, wait for all patches in flight, and free the stored keys. If the block raises, do not wait,
+        but mark the links between stages as broken.
         """
-        links: Links | None = None
-        if self._stages is not None:
-            links = self._stages.links
+        self.report, self.few_steps, self._sent_before = PipeFusionReport(), False, []
+        branches: dict[str, _FusedBranch] = {}
+        self._branches = branches
         try:
-            if not failed:
-                for arrival in self._pending:
-                    arrival.up_to(arrival.num_patches - 1)
-                if links is not None:
-                    links.drain()
+            yield
+            for arrival in self._pending:
+                arrival.up_to(arrival.num_patches - 1)
+            if self._stages is not None:
+                self._stages.links.drain()
         except BaseException:
-            failed = True
+            if self._stages is not None:
+                self._stages.links.mark_broken()
             raise
         finally:
-            if failed and links is not None:
-                links.mark_broken()
             self._live.become_tensors()
-            self._count(key_bytes=sum(branch.keys.nbytes for branch in self._branches.values()))
-            self._branches, self._pending, self._keys = {}, [], None
+            self._count(key_bytes=sum(branch.keys.nbytes for branch in branches.values()))
+            self._branches, self._pending, self._keys = None, [], None
 
     def _count(self, **increments: float) -> None:
         """Add ``increments`` to the fields of :attr:`report` with their names."""
@@ -185,8 +182,8 @@ class Fusion:
             return call(block, *args, **kwargs)
 
     def run(self, call: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-        """Run a call of the model, either exactly or patch by patch, and return its output. With stages, all
-        of them make this call.
+        """Run a call of the model, and return its output: patch by patch, or exactly, as outside of a
+        generation. With stages, all of them make this call.
 
         Raise ``RuntimeError`` if the model was compiled as a whole, or gradients are enabled.
         """
@@ -202,6 +199,8 @@ class Fusion:
                 f"this {type(module).__name__} runs with PipeFusion, and was called with gradients enabled. "
                 "Call it under torch.no_grad(), or leave pipefusion= out."
             )
+        if self._branches is None:
+            return call(module, *args, **kwargs)
         arguments = {**dict(zip(self._parameters, args, strict=False)), **kwargs}
         # The attention of patches is intercepted at the dispatcher, or by a mode in compiled blocks. If the
         # plan itself intercepts by a mode (by_mode), patches need one too: it sees calls before the
@@ -298,7 +297,9 @@ class Fusion:
                 if source is not None and (stages is None or stages.dim.index == 0):
                     arguments = {**arguments, "hidden_states": source.up_to(patch)}
                 elif source is not None:
-                    # Stages after the first receive embedded tokens from the previous stage.
+                    # Stages after the first receive embedded tokens from the previous stage. Nothing checks that
+                    # the model reads the values of hidden_states before its blocks only, as all that are
+                    # described do.
                     zeros = torch.zeros(tokens.shape, dtype=tokens.dtype, device=tokens.device)
                     arguments = {**arguments, "hidden_states": zeros}
                 output = self._run_patch(compute, keys, arguments, patch, self.options.num_patches)

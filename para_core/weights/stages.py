@@ -130,7 +130,7 @@ class Stages:
     def own_output(self) -> Iterator[None]:
         """Inside this context, let a call of the model return this rank's own output, which is not sent.
 
-        The caller marks the links as broken after an error, as :meth:`.pipefusion.Fusion.end` does.
+        The caller marks the links as broken after an error, as :meth:`.pipefusion.Fusion.generation` does.
         """
         outer, self._keeps_output = self._keeps_output, True
         try:

@@ -180,6 +180,7 @@ def stages_with_other_features(folder):
         lambda: pipe.save_pretrained(folder),
         lambda: transformer.save_pretrained(folder),
         lambda: pipe.to("cpu"),
+        transformer.cpu,
         lambda: pipe.enable_model_cpu_offload(device="cpu"),
         lambda: apply_group_offloading(transformer, onload_device=here, offload_type="leaf_level"),
         lambda: transformer.enable_group_offload(here, offload_type="block_level", num_blocks_per_group=1),
