@@ -130,10 +130,12 @@ class ParallelCall:
         checked: CheckedCallbacks | None = None
         with ExitStack() as stack:
             token = stack.enter_context(share_random_state(self.mesh))
+            stack.enter_context(share_reasons(token, self._places))
             for name, module in self._transformers.items():
                 region = region_of(module)
                 if region is not None:
-                    # Attach the plan's hooks again, because loading a LoRA may have replaced submodules.
+                    # Attach the plan's hooks again, because loading a LoRA may have replaced submodules. A
+                    # call that torch.compile traces does not do it itself.
                     region.attach(module)
                     region.check_new_code(module)
                 stack.enter_context(assume_agreed([region]))
@@ -144,7 +146,6 @@ class ParallelCall:
                     self._verified.add(component)
                     stack.enter_context(fill_during(component, Slot.VERIFIED, {"__call__": verification}))
             stack.enter_context(assume_agreed(map(denoiser_run_of, self._unets.values())))
-            stack.enter_context(share_reasons(token, self._places))
             overlaps_steps = any(change.overlaps_steps for change in self.changes)
             if not (self._assume_equal or overlaps_steps):
                 checked = CheckedCallbacks(pipe, self.mesh)
@@ -156,7 +157,7 @@ class ParallelCall:
             result = materialize(call(pipe, *args, **kwargs))
             if checked is not None:
                 checked.finish()
-        return materialize(result)
+        return result
 
     def _arguments_and_state(self, pipe: Any, args: Any, kwargs: Any) -> Mapping[str, Any]:
         """Return the arguments of a call and the state of ``pipe`` that all ranks must share, by name.

@@ -91,17 +91,17 @@ def _model_parts(
     # Samples are sharded over ``batch`` only if a call has all branches of guidance on its batch dim.
     # Perturbed attention guidance splits the batch inside the model. A pipeline with a guider calls the
     # transformer once per branch, even if other pipelines of the same model concatenate the branches.
-    perturbs = hasattr(pipe, "pag_applied_layers") or getattr(pipe, "guider", None) is not None
-    batched = mesh.ranks == 1 or not perturbs
+    has_guider = getattr(pipe, "guider", None) is not None
+    batched = not (hasattr(pipe, "pag_applied_layers") or has_guider)
     # A part has the compiled wrapper, if there is one.
     planned = [
         resolve_transformer(getattr(pipe, name), mesh, options, attention, batched=batched)
         for name in transformers
     ]
     runs: list[Part] = []
-    for kind, _, module in denoisers_by_kind(pipe):
+    for kind, path, module in denoisers_by_kind(pipe):
         run = make_denoiser_run(kind, module, mesh, assume_equal=options.assume_equal, batched=batched)
-        runs.append(Change("the UNet", run.apply, run.remove))
+        runs.append(Change(f"pipe.{path}", run.apply, run.remove))
     return planned, runs
 
 
@@ -189,6 +189,11 @@ def _check_options_fit(
             "weights='fsdp' shards its text encoders."
         )
     shards = options.weights in shard_methods() and mesh.ranks > 1
+    if shards and options.places_encoders and not transformers:
+        raise ValueError(
+            f"weights={options.weights!r} and text_encoders={options.placement_of_encoders!r}: {cls} has no "
+            "transformer, so both place its text encoders. Leave one of them out."
+        )
     if shards and stages > 1:
         raise ValueError(
             f"weights={options.weights!r} with a mesh of {stages} stages: each rank holds the full weights of its own "

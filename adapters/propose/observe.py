@@ -89,11 +89,11 @@ def block_lists(module: nn.Module) -> dict[str, nn.Module]:
     """Return the outermost containers of blocks in ``module``, by name.
 
     These are module lists, except lists of lists, which are never called, and ``nn.Sequential`` of modules of
-    one class.
+    one class. ``module`` itself is none of them, because the names in a plan begin with that of the container.
     """
     containers: dict[str, nn.Module] = {}
     for name, submodule in module.named_modules():
-        if _has_blocks(submodule) and not any(name.startswith(f"{outer}.") for outer in containers):
+        if name and _has_blocks(submodule) and not any(name.startswith(f"{outer}.") for outer in containers):
             containers[name] = submodule
     return containers
 

@@ -18,11 +18,12 @@ from para_core.comparison.difference import Difference, find_first_difference
 from para_core.comparison.model_inputs import ModelInputs
 from para_core.comparison.runs import ParallelRun
 from para_core.comparison.tensor_parts import largest_error
+from para_core.comparison.tolerances import compute_dtype
 from para_core.comparison.virtual_ranks import copy_containers, run_on_virtual_ranks
 from para_core.plans.plan import Plan
 
-# Relative errors ‖out − expected‖ / ‖expected‖ below which a plan counts as exact, by dtype of the model's
-# parameters: several times the precision of the dtype, because sums in another order differ and a model adds
+# Relative errors ‖out − expected‖ / ‖expected‖ below which a plan counts as exact, by the dtype in which the
+# model computes: several times the precision of the dtype, because sums in another order differ and a model adds
 # up many, and far below the error of a wrong plan, which is that of other tokens.
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
@@ -45,7 +46,7 @@ class PlanCheck:
     @property
     def tolerance(self) -> float:
         """The relative error from which on a result is not exact."""
-        return _TOLERANCE.get(next(self.module.parameters()).dtype, 1e-5)
+        return _TOLERANCE.get(compute_dtype(self.module), 1e-5)
 
     def measure_error(self, plan: Plan, *lengths: Sequence[int]) -> float:
         """Return the largest relative error of ``plan`` over all examples. The plan is exact if this returns.

@@ -101,7 +101,8 @@ class ModuleCall:
         began, ended: Times of the call, as those of :class:`ObservedAttention`.
         arguments: By name. They have a :class:`TensorRecord` for each tensor, and a :class:`MaskRecord` for
             each ``BlockMask``. A field of a dataclass is an argument of its own, named by its path.
-        output: The output, likewise. A dataclass is a dict of its fields.
+        output: The output, likewise. A dataclass is a dict of its fields; one that is the whole output is the
+            only entry of a list, as an output of several entries would have it.
     """
 
     name: str

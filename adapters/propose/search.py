@@ -122,6 +122,7 @@ class Search:
                 continue
             if not whole.computes_much:
                 return whole.proposal
+            # Only one way out is shown, so the other candidates need no search.
             failure = self.failures[proposal.plan]
             self.failures.add(replace(failure, way_out=whole.proposal.plan))
             return None
@@ -182,7 +183,7 @@ class Search:
                 error = self.check.measure_error(candidate.plan, entries)
             except InexactPlanError:
                 continue
-            return _WithGatheredModules(replace(proposal, error=error), much)
+            return _WithGatheredModules(replace(proposal, error=error), computes_much=much)
         return None
 
 

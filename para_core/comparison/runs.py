@@ -163,6 +163,8 @@ def _run_rank(
             recording = record_call(model, result.record, before_entry=lambda: result.note_segments_of(model))
             recorder = stack.enter_context(recording)
         if run.plan is not None:
+            # The end of the call empties the segments, and a hook of the model runs before it.
+            model.register_forward_hook(lambda *_: result.note_segments_of(model), always_call=True)
             apply_plan(model, run.plan, mesh)
             return model(*inputs.args, **inputs.kwargs)
         cp = stack.enter_context(_NotingMode(mesh, result, inputs))

@@ -9,7 +9,8 @@ collective of a graph, forward and backward, takes a one-element tensor from the
 input. This data dependency keeps the order (:func:`define_collective`).
 
 Every function here is called by all ranks of its mesh dim; transfers between two ranks are in
-:mod:`.point_to_point`, and bytes of the host in :mod:`.agree`.
+:mod:`.point_to_point`, and bytes of the host in :mod:`.agree`. Only :func:`all_to_all` and :func:`all_gather`
+may be called for a dim of one rank, which has no process group.
 
 Tests: tests/distributed/test_graph_order.py and tests/test_cuda_graphs.py for graphs,
 tests/attention/test_traffic.py for what is sent, and all tests on several ranks.

@@ -167,6 +167,8 @@ def _sequence_mesh(ring: MeshDim, ulysses: MeshDim, device_type: str) -> Sequenc
 def read_mesh(text: str) -> tuple[SequenceMesh, int]:
     """Return the mesh that ``text`` (:attr:`SequenceMesh.text`) describes, and the number of ranks that share
     a sequence.
+
+    The :meth:`~SequenceMesh.single_rank` of this mesh has no text, so it can compute, but no graph can hold it.
     """
     record = from_json(MeshRecord, text)
     return SequenceMesh(record.ring, record.ulysses, record.device_type, text), record.ranks
@@ -242,17 +244,17 @@ def guided_mesh(mesh: DeviceMesh | ProcessGroup, *, group_dim: str = "ulysses") 
     ``mesh`` may be anything that :func:`sequence_mesh` accepts, or a DeviceMesh that only has ``batch``,
     ``tensor`` and ``pipe`` dims. All ranks of a ProcessGroup form the dim ``group_dim``.
 
-    Raises what :func:`sequence_mesh` and :func:`batch_mesh` raise.
+    Raises what :func:`sequence_mesh` raises.
     """
     check_member(mesh)
     names = (mesh.mesh_dim_names or ()) if isinstance(mesh, DeviceMesh) else ()
     batch, tensor, pipe = (dim_of_one(name) for name in ("batch", TENSOR_DIM, PIPE_DIM))
     if isinstance(mesh, DeviceMesh) and "batch" in names:
-        batch = batch_mesh(mesh).ulysses
+        batch = _dim_of_mesh(mesh, "batch")
     if isinstance(mesh, DeviceMesh) and TENSOR_DIM in names:
-        tensor = dim_of_group(TENSOR_DIM, mesh.get_group(TENSOR_DIM))
+        tensor = _dim_of_mesh(mesh, TENSOR_DIM)
     if isinstance(mesh, DeviceMesh) and PIPE_DIM in names:
-        pipe = dim_of_group(PIPE_DIM, mesh.get_group(PIPE_DIM))
+        pipe = _dim_of_mesh(mesh, PIPE_DIM)
     if isinstance(mesh, DeviceMesh) and names and set(names) <= {"batch", TENSOR_DIM, PIPE_DIM}:
         return GuidedMesh(batch, one_rank(mesh.device_type), tensor, pipe)
     return GuidedMesh(batch, sequence_mesh(mesh, group_dim=group_dim), tensor, pipe)
@@ -301,22 +303,24 @@ def sequence_mesh(mesh: DeviceMesh | ProcessGroup, *, group_dim: str = "ulysses"
                 "sequence: "
                 f"mesh[{wanted}]."
             )
-        try:
-            dims = {
-                name: dim_of_group(name, mesh.get_group(name))
-                for name in names
-                if name not in (TENSOR_DIM, PIPE_DIM)
-            }
-        except RuntimeError as error:
-            raise RuntimeError(
-                f"the process groups of the mesh with {_dims_text(mesh)} were destroyed. Build the mesh again after "
-                "init_process_group()."
-            ) from error
+        dims = {name: _dim_of_mesh(mesh, name) for name in names if name not in (TENSOR_DIM, PIPE_DIM)}
         device_type = mesh.device_type
     ring, ulysses = (dims.get(name, dim_of_one(name)) for name in ("ring", "ulysses"))
     sequence = _sequence_mesh(ring, ulysses, device_type)
     sequence.check_alive()
     return sequence
+
+
+def _dim_of_mesh(mesh: DeviceMesh, name: str) -> MeshDim:
+    """Return the dim ``name`` of ``mesh``. Raise ``RuntimeError`` if its process group was destroyed."""
+    try:
+        group = mesh.get_group(name)
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"the process groups of the mesh with {_dims_text(mesh)} were destroyed. Build the mesh again after "
+            "init_process_group()."
+        ) from error
+    return dim_of_group(name, group)
 
 
 def check_member(mesh: object) -> None:
@@ -349,10 +353,11 @@ def batch_mesh(mesh: DeviceMesh | ProcessGroup) -> SequenceMesh:
     Raises:
         TypeError: ``mesh`` is neither a DeviceMesh nor a ProcessGroup.
         ValueError: The mesh has no ``batch`` dim, or this rank does not belong to it.
+        RuntimeError: The process group of this dim was destroyed.
     """
     check_member(mesh)
     if isinstance(mesh, ProcessGroup):
-        group, device_type = mesh, _device_type_of(mesh)
+        dim, device_type = dim_of_group("batch", mesh), _device_type_of(mesh)
     else:
         if "batch" not in (mesh.mesh_dim_names or ()):
             raise ValueError(
@@ -360,7 +365,7 @@ def batch_mesh(mesh: DeviceMesh | ProcessGroup) -> SequenceMesh:
                 "init_context_parallel_mesh(max_batch_dim_size=...) makes one; init_device_mesh(..., "
                 "mesh_dim_names=('batch', ...)) too."
             )
-        group, device_type = mesh.get_group("batch"), mesh.device_type
-    batch = _sequence_mesh(dim_of_one("ring"), dim_of_group("batch", group), device_type)
+        dim, device_type = _dim_of_mesh(mesh, "batch"), mesh.device_type
+    batch = _sequence_mesh(dim_of_one("ring"), dim, device_type)
     batch.check_alive()
     return batch

@@ -26,9 +26,14 @@ def convert_published_plan(cp_plan: Mapping[str, Any]) -> Plan:
     any other attends to both jointly.
 
     Raises:
+        TypeError: ``cp_plan`` is no mapping.
         ValueError: The plan does not split ``hidden_states``, gathers no output, or has an entry of an
             unknown kind.
     """
+    if not isinstance(cp_plan, Mapping):
+        raise TypeError(
+            f"plan is a {type(cp_plan).__name__}; expected a Plan, or a mapping like the _cp_plan of a diffusers model."
+        )
     inner: dict[str, dict[str | int, ShardRule]] = {}
     outputs: dict[str, Sequence[Gather | None]] = {}
     for name, entry in cp_plan.items():

@@ -8,7 +8,7 @@ tests/verify/test_check_parallel.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +19,7 @@ from para_core.comparison.difference import Difference, find_first_difference
 from para_core.comparison.model_inputs import ModelInputs, dims_of_plan, dims_of_tokens
 from para_core.comparison.runs import Method, ParallelRun, RankRun, run_on_one_rank, run_parallel
 from para_core.comparison.tensor_parts import relative_error, tensors_in
-from para_core.comparison.tolerances import tolerance_of
+from para_core.comparison.tolerances import compute_dtype, tolerance_of
 from para_core.comparison.virtual_ranks import device_of, first_error
 from para_core.instance.modules import uncompiled
 from para_core.instance.private_class import original_class
@@ -70,7 +70,8 @@ def check_parallel(
             tensors from its arguments, and returns the output of the model, or one tensor of it.
         ranks (`int` or sequence of `int`, defaults to `(2, 3)`): Numbers of ranks.
         tolerance (`float`, *optional*): The largest ``‖out − ref‖ / ‖ref‖`` that counts as exact. Defaults to
-            1e-4 for float32, 1e-9 for float64, 1e-2 for float16 and 5e-2 for bfloat16.
+            1e-4 for float32, 1e-9 for float64, 1e-2 for float16 and 5e-2 for bfloat16: the dtype of autocast,
+            or of most of the weights.
 
     Returns:
         A :class:`ParallelCheck`, which is true if every case is exact.
@@ -91,8 +92,12 @@ def check_parallel(
         raise ValueError(
             "check_parallel takes one of dim=, plan= and forward=: what is sharded is said once."
         )
+    if forward is not None and not callable(forward):
+        raise TypeError(
+            f"forward is {forward!r}; expected a function, called as forward(cp, model, *inputs, **kwargs)."
+        )
     if tolerance is None:
-        tolerance = tolerance_of(_compute_dtype(module))
+        tolerance = tolerance_of(compute_dtype(module))
     if plan is not None and not isinstance(plan, Plan):
         plan = convert_published_plan(plan)
     model_inputs = ModelInputs(inputs, kwargs)
@@ -133,25 +138,18 @@ def _require_unmodified(model: Any) -> nn.Module:
 def _require_ranks(ranks: Any) -> list[int]:
     """Return the numbers of ranks.
 
-    Raise ``ValueError`` if there is none, or one of them is not at least 2.
+    Raises:
+        TypeError: ``ranks`` is neither an int nor several values.
+        ValueError: There is no number, or one of them is not at least 2.
     """
+    if not isinstance(ranks, (int, Iterable)):
+        raise TypeError(f"ranks is {ranks!r}; expected an int of at least 2, or several of them.")
     numbers = [ranks] if isinstance(ranks, int) else [*ranks]
     if not numbers or any(not isinstance(number, int) or number < 2 for number in numbers):
         raise ValueError(
             f"ranks is {ranks!r}; expected a number of ranks, at least 2, or several such numbers."
         )
     return numbers
-
-
-def _compute_dtype(module: nn.Module) -> torch.dtype:
-    """Return the dtype in which ``module`` computes now: that of autocast, or of its first floating-point
-    weight.
-    """
-    weight = next((x for x in module.parameters() if x.is_floating_point()), torch.empty(0))
-    device_type = weight.device.type
-    if torch.is_autocast_enabled(device_type):
-        return torch.get_autocast_dtype(device_type)
-    return weight.dtype
 
 
 class _NotComparableError(Exception):
@@ -168,7 +166,8 @@ class _Checker:
     def __init__(self, module: nn.Module, inputs: ModelInputs, run: ParallelRun, tolerance: float) -> None:
         self._module, self._inputs, self._run, self._tolerance = module, inputs, run, tolerance
         # The inputs and the output tensors of the unmodified model, by the length to which inputs were
-        # shortened (None for all tokens), or the error for a length that has none.
+        # shortened (None for all tokens), or the error for a length that has none. A length is shorter than all
+        # tokens, so a case with all tokens is not found by its length.
         self._references: dict[int | None, tuple[ModelInputs, list[Tensor]]] = {}
         self._missing: dict[int | None, _NoReferenceError] = {}
         self._notes: list[str] = []
@@ -218,8 +217,14 @@ class _Checker:
         return [self._make_case(method, ranks, length, results, expected, hint=hint)]
 
     def _learn_what_is_sharded(self, result: RankRun) -> None:
-        """Remember which inputs the first run has sharded, so that later runs can shorten these inputs."""
-        if self._total is not None or not result.sharded:
+        """Remember how many tokens the first run has sharded, and of which inputs, so that later runs can
+        shorten these. A plan that shards inside the model shows the number only.
+        """
+        if self._total is not None:
+            return
+        if not result.sharded:
+            sharded = [segment for segment in result.segments if not segment.replicated]
+            self._total = next((segment.total for segment in sharded), None)
             return
         self._total = result.sharded[0].tokens
         for tensor in result.sharded:
@@ -253,8 +258,8 @@ class _Checker:
     def _shorter_length(self, ranks: int) -> int | None:
         """Return a length shorter than all tokens, such that ``ranks`` divides one of both but not the other.
 
-        Return None if it is less than ``ranks``, because many models fail on an empty part; or if no input is
-        sharded.
+        Return None, and note why, if it is less than ``ranks``, because many models fail on an empty part; or
+        if no input is sharded.
         """
         if self._total is None or not self._dims:
             self._notes.append(
@@ -264,6 +269,10 @@ class _Checker:
             return None
         shorter = self._total - (self._total % ranks or 1)
         if shorter < ranks:
+            self._notes.append(
+                f"no length below {self._total} tokens was checked on {ranks} ranks, because a rank would hold none. "
+                "Check again with longer inputs."
+            )
             return None
         return shorter
 
@@ -345,9 +354,10 @@ def _error_of_ranks(
         wholes = expected
         if numbers[0] == len(expected):
             wholes = [expected[i]]
-        # If ranks return only some of the output tensors, look for the first whose shape fits.
+        # If ranks return only some of the output tensors, compare with the one that fits best: several may have
+        # the same shape.
         errors = [relative_error(parts, whole, segments) for whole in wholes]
-        error = next((error for error in errors if error is not None), None)
+        error = min((error for error in errors if error is not None), default=None)
         if error is None:
             shapes = [list(part.shape) for part in parts]
             alone = [list(x.shape) for x in expected]

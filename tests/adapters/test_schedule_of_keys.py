@@ -69,11 +69,14 @@ class FlexProcessor:
         return flex_attention(*args)
 
 
-def test_kept_keys_of_flex_attention_are_refused():
+def test_kept_keys_of_flex_attention_and_unknown_steps_are_refused():
     pipe = small_pipe()
     pipe.transformer.transformer_blocks[0].attn.processor = FlexProcessor()
     with pytest.raises(ValueError, match=r"KeptKeys\(share=0.5.*transformer"):
         parallelize_pipe(pipe, backend=HALF)
+    pipe.scheduler = None
+    with pytest.raises(ValueError, match="no scheduler"):
+        parallelize_pipe(pipe, backend=AttentionSchedule("math"))
 
 
 @pytest.mark.parametrize(("share", "window"), [(0, 64), (1.5, 64), (True, 64), (0.5, 0), (0.5, True)])

@@ -106,11 +106,11 @@ def refuse_tensor_ranks():
         (lambda: parallelize_pipe(pipe, mesh=mesh, weights="tensor"), "2 ranks along 'tensor'"),
         (lambda: parallelize_unet(pipe.unet, mesh=mesh), "tensor"),
         (lambda: shard_weights(UNET_PIPELINES["svd"].build(), mesh, method="tensor"), "tensor"),
+        (lambda: parallelize_pipe(pipe, weights="fsdp", text_encoders="fsdp"), "text_encoders='fsdp'"),
     ):
         with pytest.raises(ValueError, match=message):
             call()
-    assert type(pipe) is diffusers.StableDiffusionPipeline
-    assert type(pipe.unet) is diffusers.UNet2DConditionModel
+    assert (type(pipe), type(pipe.unet)) == (diffusers.StableDiffusionPipeline, diffusers.UNet2DConditionModel)
 
 
 def refuse_other_unets():

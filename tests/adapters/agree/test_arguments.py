@@ -22,6 +22,7 @@ from para_core.adapters import parallelize_pipe, parallelize_transformer
 from para_core.adapters.agree import failures
 from para_core.adapters.agree.arguments import agree_on_values, describe_value
 from para_core.distributed.mesh import one_guided_rank
+from para_core.plans.region import region_of
 from tests.rank_pool import RankPoolError
 from tests.tiny import FLUX_CHANNELS, cpu_mesh, flux_call, flux_inputs, flux_pipe, flux_transformer, relative_error
 from zoo.tiny.pipelines.options import random_image, random_video
@@ -51,10 +52,6 @@ class Subclassed(FluxPipeline):
         return super().__call__(*args, **kwargs)
 
 
-def keep(pipe, step, timestep, tensors):
-    return tensors
-
-
 def call_differently():
     pipe, is_last = parallelize_pipe(flux_pipe(), mesh=cpu_mesh(1, 2)), dist.get_rank() == 1
     for name, (value, words) in DIFFERENCES.items():
@@ -65,9 +62,11 @@ def call_differently():
     subclassed = parallelize_pipe(flux_pipe(Subclassed), mesh=cpu_mesh(1, 2))
     with pytest.raises(ValueError, match=r"height: rank 0 .*72, rank 1 .*80"):
         subclassed(**flux_call(height=72 + 8 * dist.get_rank()))
+    # Internal values of the scheduler's config have no fixed order.
+    pipe.scheduler.register_to_config(_use_default_values=[dist.get_rank()])
     # Arguments that are equal on all ranks are different objects in each process.
     pipe(**flux_call(prompt="红" * 3000, prompt_2="🟥" * 1000, negative_prompt="é" * 1000, num_inference_steps=1))
-    pipe(**flux_call(callback_on_step_end=keep, callback_on_step_end_tensor_inputs=["latents"], num_inference_steps=1))
+    pipe(**flux_call(callback_on_step_end=lambda *x: x[-1], callback_on_step_end_tensor_inputs=["latents"]))
     # The prompt is positional. An argument that is None equals an absent one.
     options = flux_call()
     out = pipe(options.pop("prompt"), **(options | ({"latents": None} if is_last else {}))).images
@@ -147,11 +146,13 @@ def leave_on_one_rank(how, timeout):
 
     def leave(*args):
         if dist.get_rank() == 1:
-            if how == "raises":
+            if how.startswith("raises"):
                 raise ValueError("only here")
             os.kill(os.getpid(), signal.SIGKILL)
         return args[-1]
 
+    if how == "raises before the first step":
+        region_of(pipe.transformer).check_new_code = leave
     if how != "dies in a callback":
         pipe.transformer.single_transformer_blocks[0].register_forward_pre_hook(leave)
     begun = time.monotonic()
@@ -160,13 +161,14 @@ def leave_on_one_rank(how, timeout):
         with mock.patch.object(failures, "_SIGN_IN", 0.2):
             pipe(**flux_call(callback_on_step_end=leave if how == "dies in a callback" else None))
     finally:
-        if how == "raises" and dist.get_rank() == 1:
+        if how.startswith("raises") and dist.get_rank() == 1:
             time.sleep(timeout + 1)  # The rank lives on while the others wait.
         assert time.monotonic() - begun < 20
 
 
-def test_exception_on_one_rank_ends_others_with_reason(rank_pool):
-    first, second = rank_pool.run_expecting_errors(leave_on_one_rank, 2, "raises", 1.0)
+@pytest.mark.parametrize("how", ["raises", "raises before the first step"])
+def test_exception_on_one_rank_ends_others_with_reason(rank_pool, how):
+    first, second = rank_pool.run_expecting_errors(leave_on_one_rank, 2, how, 1.0)
     assert isinstance(second, ValueError) and isinstance(first, RuntimeError)
     assert re.search(r"rank 1 .*ValueError: only here", str(first))
 

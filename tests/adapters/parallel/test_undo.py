@@ -21,8 +21,7 @@ from tests.weights.pipes import make, mesh_of
 
 
 def change_timeouts():
-    first, second = flux_pipe(), flux_pipe()
-    mesh = cpu_mesh(1, 2)
+    first, second, mesh = flux_pipe(), flux_pipe(), cpu_mesh(1, 2)
     before, group = timeouts(), mesh.get_group("ulysses")._get_backend(torch.device("cpu")).options
     initial = group._timeout
     steps = [
@@ -134,10 +133,14 @@ def fail_in_pipe(rank):
     resolve = [f"{PARALLEL}.resolve.{name}" for name in ("check_parallelize", "make_changes", "ParallelCall")]
     require_same_after(pipe, rank, partial(parallelize_pipe, pipe, **options, text_encoders="fsdp"), resolve)
     # Settings that came back before their first call can be undone.
-    unused = parallelize_pipe(flux_pipe(), mesh=options["mesh"])
+    unused = parallelize_pipe(flux_pipe(), mesh=options["mesh"], timeout=44)
     with pytest.raises(RuntimeError, match="17"), failing(STEPS_OF_PIPE[0], rank):
         parallelize_pipe(unused, mesh=options["mesh"])
+    # A step of the undo that failed is repeated by the next call.
+    with pytest.raises(Injected), failing(STEPS_OF_PIPE[3], None):
+        unparallelize_pipe(unused)
     assert not any(map(filled_slots, unparallelize_pipe(unused).transformer.modules()))
+    assert "0:00:44" not in timeouts().values()
 
 
 def fail_in_cache(rank, parallel=True):

@@ -33,7 +33,7 @@ from tests.outside.inputs import build, inputs_of
 from tests.outside.official import DiT, MMDiTX
 from tests.outside.others import VisionTransformer
 from tests.tiny import cpu_mesh, relative_errors
-from zoo.tiny.base import fill
+from zoo.tiny.base import fill, noise
 from zoo.tiny.transformers.registry import MODELS
 
 pytestmark = pytest.mark.slow
@@ -46,6 +46,7 @@ TOKENS = tokens_of(25), tokens_of(37)
 VIT = inputs_of("timm ViT", 0), inputs_of("timm ViT", 1)
 SD3 = inputs_of("Stable Diffusion 3.5")
 STREAMS = models.stream_inputs(25), models.stream_inputs(37)
+BLOCKS = [{"input": noise(1, tokens, 24)} for tokens in (25, 37, 31)]
 # The time step is an integer like the label, but it changes from step to step, so it identifies no branch.
 DIT = {**inputs_of("DiT"), "t": torch.tensor([7, 7])}
 
@@ -54,6 +55,7 @@ OF_ROTARY = {"blocks.*.turn": {"x": Gather(-2, "image"), 0: Split(-2, like="imag
 # The model, its examples, the inputs of the check, and rules of its inner modules.
 EXACT = {
     "blocks in a sequence": (VisionTransformer, VIT, inputs_of("timm ViT"), {}),
+    "only blocks": (lambda: torch.nn.Sequential(models.block(), models.block()), BLOCKS[:2], BLOCKS[2], {}),
     "blocks with any arguments": (
         MMDiTX,
         (inputs_of("Stable Diffusion 3.5", 0), inputs_of("Stable Diffusion 3.5", 1)),
@@ -108,8 +110,6 @@ def test_plan_of_a_structure_is_exact(what):
         assert proposal.blocks.conditions == CONDITIONS[what]
     if what == "blocks in a sequence":
         assert proposal.blocks.groups[0].lists == ("blocks",) and proposal.blocks.groups[0].chained
-    if what == "frames":
-        assert proposal.plan == models.FRAMES
     if what == "cumulative lengths":
         several = check_parallel(model, plan=proposal.plan, ranks=2, **images_of(4, 3))
         assert all("ValueError" in case.failure and "cu_seqlens" in case.failure for case in several.cases)
