@@ -302,6 +302,10 @@ class BlockCache:
 
     def device_of(self, arguments: Mapping[str, Any]) -> torch.device:
         """Return the device of the first tensor among ``arguments`` and fields of them, or that of the last call."""
+        # Most models have a tensor among the arguments themselves. Look at fields only if not: it costs more calls.
+        for value in arguments.values():
+            if isinstance(value, Tensor):
+                return value.device
         tensors = named_tensors_in(arguments.items())
         if not tensors:
             return self._device

@@ -197,14 +197,15 @@ class NumberDecider:
             elif not largest < inputs.threshold:
                 verdict = Verdict.MISS
         self._calls += 1
-        if verdict.skips:
+        skip = verdict.skips
+        if skip:
             self._hits += 1
             self._hits_in_a_row += 1
         else:
             self._hits_in_a_row = 0
             self._times = [inputs.step.time, *self._times[:-1]]
             self.first = inputs.sample.contiguous()
-        return verdict.skips, DecisionOutcome(differences, verdict, computed, inputs.samples)
+        return skip, DecisionOutcome(differences, verdict, computed, inputs.samples)
 
     def weights(self, options: CacheOptions, step: Step) -> list[float]:
         """Return the weights of the stored residuals in the forecast of ``step``, newest first.

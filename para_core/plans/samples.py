@@ -25,7 +25,7 @@ def count_samples(value: Any, dim: int | None) -> int | None:
     ``dim`` is None a list or tuple with an entry for each. Return None if their number is unknown, the tensor
     has no such dim, or the tensors of the entries have different shapes: such samples cannot be gathered.
     """
-    if has_fields(value) and dim is not None:
+    if not isinstance(value, Tensor) and has_fields(value) and dim is not None:
         value = next((leaf for leaf in leaves_of(value) if isinstance(leaf, Tensor)), None)
     if isinstance(value, Tensor) and dim is not None:
         if value.ndim <= dim:
