@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TypeVar
 
-Kind = TypeVar("Kind", bound=Exception)
+Refusal = TypeVar("Refusal", bound=Exception)
 
 
-def refusal(kind: type[Kind], reason: str, instead: str) -> Kind:
+def refusal(kind: type[Refusal], reason: str, instead: str) -> Refusal:
     """Return an exception of class ``kind`` whose message is ``reason``, then ``instead``, both whole
     sentences.
 

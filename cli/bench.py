@@ -21,7 +21,7 @@ from para_core.cli.options import INPUT, flag, option
 from para_core.cli.progress import announce_imports
 from para_core.cli.torchrun import is_first_of_torchrun, read_stated_ranks
 from para_core.cli.traces import require_new_traces
-from para_core.fleet.pipeline_info import FRAME_PARAMETERS, Model
+from para_core.fleet.pipeline_info import FRAME_PARAMETERS, PipelineInfo
 from para_core.fleet.request import Request, make_request
 from para_core.fleet.result_files import require_file, write_atomically
 
@@ -31,7 +31,7 @@ _MB = 1e6  # bytes
 
 def bench(
     *,
-    model: options.Model = None,
+    model: options.ModelOption = None,
     prompt: Annotated[str, option("What to generate.", "TEXT", INPUT)] = _DEFAULT_PROMPT,
     call: options.CallOptions,
     out: Annotated[Path | None, option("JSON file of the figures.", "FILE", INPUT)] = None,
@@ -40,8 +40,8 @@ def bench(
     check: Annotated[bool, flag("--check", "Compare the result with that of one rank.", INPUT)] = False,
     profile: Annotated[Path | None, option("Folder for a trace of each rank.", "DIR", INPUT)] = None,
     run: options.RunOptions,
-    ranks: options.Ranks = None,
-    debug: options.Debug = False,
+    ranks: options.RanksOption = None,
+    debug: options.DebugOption = False,
 ) -> None:
     """Measure a generation: seconds, memory, launches and bytes sent. No image or video is written."""
     common = call.fields()
@@ -112,7 +112,7 @@ def _require_new_file(path: Path | None) -> None:
         )
 
 
-def _read_request(model: Model, common: dict[str, Any], prompt: str, seed: int) -> Request:
+def _read_request(model: PipelineInfo, common: dict[str, Any], prompt: str, seed: int) -> Request:
     if "prompt" in model.fields:
         common = {"prompt": prompt, **common}
     checks.require_images(model, common)

@@ -23,7 +23,7 @@ from para_core.distributed.mesh_shape import mesh_sizes, parse_mesh_sizes
 
 if TYPE_CHECKING:
     from para_core.attention.schedule import AttentionSchedule
-    from para_core.fleet.pipeline_info import Model
+    from para_core.fleet.pipeline_info import PipelineInfo
     from para_core.fleet.recipe import Recipe
     from para_core.fleet.selection import Selection
 
@@ -37,7 +37,7 @@ class Checked:
     selection: Selection
     # By the source of the class, without types of fields. None for a modular pipeline or a class of unknown
     # source.
-    draft: Model | None
+    draft: PipelineInfo | None
 
     def require_request(self, fields: dict[str, Any], seed: int, *, several: bool = False) -> None:
         """Validate the fields of a request as far as they can be without the class itself.
@@ -177,7 +177,7 @@ def require_package(package: str, user: str) -> None:
         raise ModuleNotFoundError(f"{user} needs {package}", name=package)
 
 
-def describe_model(model: str | None, checked: Checked) -> Model:
+def describe_model(model: str | None, checked: Checked) -> PipelineInfo:
     """Return the description of ``model``, which :func:`validate` accepted, by its class. Imports torch and
     diffusers.
 
@@ -203,7 +203,7 @@ def describe_model(model: str | None, checked: Checked) -> Model:
     return description
 
 
-def require_images(model: Model, fields: dict[str, Any]) -> None:
+def require_images(model: PipelineInfo, fields: dict[str, Any]) -> None:
     """Check that ``fields`` have the images that every request of the pipeline needs.
 
     Raises:

@@ -17,7 +17,7 @@ def doctor(
     ring: Annotated[int | None, option("Size of the ring mesh dim; other ranks go to ulysses.", "N")] = None,
     cpu: Annotated[bool, flag("--cpu", "Use the CPU and gloo.")] = False,
     config: options.OptionFiles = None,
-    debug: options.Debug = False,
+    debug: options.DebugOption = False,
 ) -> None:
     """Check versions, exactness and speed of this machine in a minute; under torchrun, of all ranks."""
     from para_core.doctor import examine_machine

@@ -19,14 +19,14 @@ from para_core.pipeline_options import RANKS
 
 def generate(
     *,
-    model: options.Model = None,
+    model: options.ModelOption = None,
     prompt: Annotated[str | None, option("What to generate.", "TEXT", INPUT)] = None,
     files: options.FileOptions,
     call: options.CallOptions,
     run: options.RunOptions,
     group: options.GroupOptions,
     dry_run: Annotated[bool, flag("--dry-run", "Show the plan; generate nothing.", RANKS)] = False,
-    debug: options.Debug = False,
+    debug: options.DebugOption = False,
 ) -> None:
     """Generate images or videos. Results that exist in the folder are not generated again."""
     if prompt is not None and files.prompts is not None:

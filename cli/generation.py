@@ -36,7 +36,7 @@ from para_core.fleet.lines import LineRun
 from para_core.fleet.memory import Memory, bytes_of_device, foresee_mesh, predict_memory
 from para_core.fleet.no_effect import warnings_of
 from para_core.fleet.outputs import Result, choose_format, find_side_problem
-from para_core.fleet.pipeline_info import Model
+from para_core.fleet.pipeline_info import PipelineInfo
 from para_core.fleet.prompt_file import Line, Problem, read_prompts
 from para_core.fleet.rank import ReplicaOptions, load_rank
 from para_core.fleet.recipe import Recipe
@@ -59,7 +59,7 @@ logger = logging.getLogger(__name__)
 class GenerationTask:
     """Validated input of one ``para_core generate`` command: what to generate, and how."""
 
-    model: Model
+    model: PipelineInfo
     recipe: Recipe
     lines: Sequence[Line]  # to generate, with digests and names
     finished: Sequence[Line]  # whose results are already in the folder
@@ -73,7 +73,12 @@ class GenerationTask:
 
 
 def make_task(
-    model: Model, recipe: Recipe, common: dict[str, Any], seed: int, files: FileOptions, group: GroupOptions
+    model: PipelineInfo,
+    recipe: Recipe,
+    common: dict[str, Any],
+    seed: int,
+    files: FileOptions,
+    group: GroupOptions,
 ) -> GenerationTask:
     """Validate the input of one command, and choose what to generate.
 
@@ -143,7 +148,7 @@ def make_task(
 
 
 def _find_memory_problems(
-    lines: Sequence[Line], model: Model, recipe: Recipe, ranks: int, room: float
+    lines: Sequence[Line], model: PipelineInfo, recipe: Recipe, ranks: int, room: float
 ) -> dict[int, str]:
     """Return error messages, by number of line, for lines that are predicted to need more than ``room`` bytes
     of a rank.
@@ -160,12 +165,14 @@ def _find_memory_problems(
     return {number: problem for number, problem in problems.items() if problem is not None}
 
 
-def _estimate_pixels_at_once(request: Request, model: Model) -> int:
+def _estimate_pixels_at_once(request: Request, model: PipelineInfo) -> int:
     """Return the number of pixels that one call of the pipeline generates, of which a request may take several."""
     return estimate_pixels(request, model) // request.calls
 
 
-def _foresee(model: Model, recipe: Recipe, ranks: int, room: float) -> tuple[dict[str, int], Memory | None]:
+def _foresee(
+    model: PipelineInfo, recipe: Recipe, ranks: int, room: float
+) -> tuple[dict[str, int], Memory | None]:
     """Return the mesh sizes that loading will choose, and the predicted memory of a rank.
 
     Without a prediction the memory is None, and the sizes are empty unless the recipe or a single rank

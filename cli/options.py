@@ -51,21 +51,23 @@ def read_folder(text: str | Path) -> Path:
     return Path(text)
 
 
-Model = Annotated[str | None, option("Folder, Hub name or file; default: tiny FLUX.", "NAME", INPUT)]
-Prompts = Annotated[Path | None, option(".jsonl or .txt, one request a line.", "FILE", INPUT)]
-Size = Annotated[str | None, option("Width x height: 1024x768.", "WxH", INPUT)]
-Steps = Annotated[int | None, option("Denoising steps.", "N", INPUT)]
-Image = Annotated[str | None, option("Image file to start from.", "FILE", INPUT)]
-Seed = Annotated[int, option("Seed of the first prompt; each next adds 1.", "N", INPUT, min=0)]
-Fields = Annotated[list[str] | None, option("Any other argument of the call.", "FIELD=JSON", INPUT, "--set")]
-Format = Annotated[str | None, option("png, jpg, webp; mp4, gif, webp.", "EXT", INPUT, "--format")]
-Fps = Annotated[int, option("Frames per second.", "N", INPUT, min=1, max=1000)]
+ModelOption = Annotated[str | None, option("Folder, Hub name or file; default: tiny FLUX.", "NAME", INPUT)]
+PromptsOption = Annotated[Path | None, option(".jsonl or .txt, one request a line.", "FILE", INPUT)]
+SizeOption = Annotated[str | None, option("Width x height: 1024x768.", "WxH", INPUT)]
+StepsOption = Annotated[int | None, option("Denoising steps.", "N", INPUT)]
+ImageOption = Annotated[str | None, option("Image file to start from.", "FILE", INPUT)]
+SeedOption = Annotated[int, option("Seed of the first prompt; each next adds 1.", "N", INPUT, min=0)]
+FieldsOption = Annotated[
+    list[str] | None, option("Any other argument of the call.", "FIELD=JSON", INPUT, "--set")
+]
+FormatOption = Annotated[str | None, option("png, jpg, webp; mp4, gif, webp.", "EXT", INPUT, "--format")]
+FpsOption = Annotated[int, option("Frames per second.", "N", INPUT, min=1, max=1000)]
 
-Memory = Annotated[float | None, option("Of a rank. Default: its device's.", "GB", RANKS)]
-Ranks = Annotated[int | None, option("Of each replica. Default: one per GPU.", "N", RANKS)]
-Debug = Annotated[bool, flag("--debug", "Show tracebacks and all log messages.")]
+MemoryOption = Annotated[float | None, option("Of a rank. Default: its device's.", "GB", RANKS)]
+RanksOption = Annotated[int | None, option("Of each replica. Default: one per GPU.", "N", RANKS)]
+DebugOption = Annotated[bool, flag("--debug", "Show tracebacks and all log messages.")]
 # Both are read before the other options, because files of options set their defaults.
-Config = Annotated[
+ConfigOption = Annotated[
     list[str] | None,
     option(
         "YAML of options; or configs of a file.", "FILE", INPUT, is_eager=True, callback=read_option_files
@@ -81,14 +83,14 @@ OptionFiles = Annotated[
 class CallOptions:
     """Options of the commands that generate, for fields of a request. Each field is an option."""
 
-    size: Size = None
-    steps: Steps = None
+    size: SizeOption = None
+    steps: StepsOption = None
     frames: Annotated[int | None, option("Frames of a video.", "N", INPUT)] = None
     guidance: Annotated[float | None, option("Scale of guidance.", "X", INPUT)] = None
     negative_prompt: Annotated[str | None, option("What to avoid.", "TEXT", INPUT)] = None
-    image: Image = None
-    seed: Seed = 0
-    set_: Fields = None
+    image: ImageOption = None
+    seed: SeedOption = 0
+    set_: FieldsOption = None
 
     def fields(self, **others: Any) -> dict[str, Any]:
         """Return the fields of a request except the seed: options that are given, and entries of ``others``
@@ -192,7 +194,7 @@ _SCHEDULE_PARAMETER = Parameter(
     default=None,
     annotation=Annotated[str | None, option("Middle steps: sage:4:4, keys=0.5:4:4.", "HOW:N:N", PIPELINE)],
 )
-_CONFIG_PARAMETER = Parameter("config", Parameter.KEYWORD_ONLY, default=None, annotation=Config)
+_CONFIG_PARAMETER = Parameter("config", Parameter.KEYWORD_ONLY, default=None, annotation=ConfigOption)
 
 
 def require_memory(gigabytes: float | None) -> None:
@@ -209,8 +211,8 @@ def require_memory(gigabytes: float | None) -> None:
 class GroupOptions:
     """Options of the commands that run replicas. Each field is an option."""
 
-    ranks: Ranks = None
-    memory: Memory = None
+    ranks: RanksOption = None
+    memory: MemoryOption = None
     replicas: Annotated[int, option("Groups of ranks that work at once.", "N", RANKS)] = 1
 
     def require_valid(self) -> None:
@@ -239,11 +241,11 @@ class GroupOptions:
 class FileOptions:
     """Options for the prompts and the results of ``para_core generate``. Each field is an option."""
 
-    prompts: Prompts = None
+    prompts: PromptsOption = None
     out: Annotated[Path, option("Folder of the results.", "FOLDER", INPUT, parser=read_folder)] = Path("out")
     name: Annotated[str | None, option("Beginning of the file names.", "TEXT", INPUT)] = None
-    format_: Format = None
-    fps: Fps = 16
+    format_: FormatOption = None
+    fps: FpsOption = 16
 
 
 def expand_groups(command: Callable[..., None]) -> Callable[..., None]:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from para_core.adapters.planner.predict import Prediction
     from para_core.adapters.planner.predictions import Predictions
     from para_core.adapters.planner.work import Workload
-    from para_core.fleet.pipeline_info import Model
+    from para_core.fleet.pipeline_info import PipelineInfo
 
 
 def plan(
@@ -58,8 +58,8 @@ def plan(
     ] = False,
     json_: Annotated[bool, flag("--json", "Print all predictions as JSON.")] = False,
     list_: Annotated[bool, flag("--list", "List the published models and the devices.")] = False,
-    config: options.Config = None,
-    debug: options.Debug = False,
+    config: options.ConfigOption = None,
+    debug: options.DebugOption = False,
 ) -> None:
     """Predict whether a generation fits, on which mesh, and a range of seconds.
     Nothing is loaded or computed.
@@ -181,7 +181,7 @@ def _find_published(model: str, pipeline: str | None, sizes: dict[str, Any]) -> 
 
 def _describe_model(
     model: str, pipeline: str | None, configs: str | None, *, trust_remote_code: bool, debug: bool
-) -> Model:
+) -> PipelineInfo:
     """Return the description of a model that is not published, from its configs.
 
     Raise FileNotFoundError if its configs cannot be read, and ValueError if the class or the configs do not
@@ -240,7 +240,7 @@ def _check_repository(name: str, subject: str) -> None:
         ) from error
 
 
-def _count(described: Model, sizes: dict[str, Any], dtype: str) -> Workload:
+def _count(described: PipelineInfo, sizes: dict[str, Any], dtype: str) -> Workload:
     """Return the work of the described pipeline; its weights alone if its operations cannot be counted."""
     import torch
 

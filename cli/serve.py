@@ -27,7 +27,7 @@ from para_core.cli.progress import announce_imports
 from para_core.cli.signals import SignalCode
 from para_core.fleet.choice_of_ray import uses_ray
 from para_core.fleet.outputs import choose_format
-from para_core.fleet.pipeline_info import Model
+from para_core.fleet.pipeline_info import PipelineInfo
 from para_core.fleet.request import Delivery, Request, make_request
 from para_core.fleet.request_schema import read_size
 from para_core.fleet.result_files import require_file
@@ -60,12 +60,12 @@ class LimitOptions:
 
 def serve(
     *,
-    model: options.Model = None,
+    model: options.ModelOption = None,
     host: Annotated[str, option("Other hosts need an API key.", "IP", INPUT)] = "127.0.0.1",
     port: Annotated[int, option(None, "N", INPUT, min=1, max=65535)] = 8000,
     api_key_env: Annotated[str, option("Variable with the API key.", "NAME", INPUT)] = "PARA_CORE_API_KEY",
-    format_: options.Format = None,
-    fps: options.Fps = 16,
+    format_: options.FormatOption = None,
+    fps: options.FpsOption = 16,
     seed: Annotated[
         int | None, option("Of requests without one. Default: random.", "N", INPUT, min=0, max=2**63 - 1)
     ] = None,
@@ -86,7 +86,7 @@ def serve(
     cors: Annotated[list[str] | None, option("Site whose pages may use the server.", "ORIGIN", INPUT)] = None,
     request_log: Annotated[Path | None, option("JSON lines, one per request.", "FILE", INPUT)] = None,
     log_level: Annotated[str, option("debug, info, warning or error.", "LEVEL", INPUT)] = "info",
-    debug: options.Debug = False,
+    debug: options.DebugOption = False,
 ) -> None:
     """Serve images or videos over HTTP with OpenAI's images API."""
     api_key = _read_api_key(api_key_env, host)
@@ -292,7 +292,7 @@ class _Shape:
         return self.width * self.height * (self.frames or 1)
 
 
-def _warmup_request(model: Model, shape: _Shape, delivery: Delivery) -> Request:
+def _warmup_request(model: PipelineInfo, shape: _Shape, delivery: Delivery) -> Request:
     """Return a request of two steps for results of this shape, with a white image of its size in each required
     field. A pipeline that takes no width and height chooses them by that image.
     """

@@ -21,7 +21,7 @@ from .cut import bind_arguments, cut_method_of
 from .options import NotOnRanks, require_plain, require_supported, sent_options
 from .ranks import ModelRanks, load_diffusion_model
 from .settings import Settings
-from .tensors import device_of, move_tensors
+from .tensors import first_device, move_tensors
 
 # Methods of diffusion models that ComfyUI calls outside of a model call, and that read weights. They take no
 # transformer_options.
@@ -71,7 +71,7 @@ def _cut_model(model: Any, ranks: ModelRanks) -> None:
         begins_generation, patcher.begins_generation = patcher.begins_generation, False
         # A sampler may use the model with other patches than load did, so compare them before each call.
         ranks.start(patcher.patches, patcher.patches_uuid)
-        return move_tensors(ranks.forward(arguments, begins_generation), device_of(arguments))
+        return move_tensors(ranks.forward(arguments, begins_generation), first_device(arguments))
 
     setattr(diffusion_model, name, forward)
     for method in _METHODS:
@@ -103,7 +103,7 @@ def _make_remote_method(model: Any, ranks: ModelRanks, method: str) -> Callable[
     def call(*args: Any, **kwargs: Any) -> Any:
         patcher = _patcher_of(model)
         ranks.start(patcher.patches, patcher.patches_uuid)
-        return move_tensors(ranks.call_method(method, args, kwargs), device_of((args, kwargs)))
+        return move_tensors(ranks.call_method(method, args, kwargs), first_device((args, kwargs)))
 
     return call
 

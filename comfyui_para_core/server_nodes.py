@@ -80,7 +80,7 @@ class _Node:
             fields["image"] = _encode(image)
         if mask is not None:
             fields["mask_image"] = _encode(mask.reshape(-1, *mask.shape[-2:], 1).expand(-1, -1, -1, 3))
-        files, seed = generate(server, self.path, fields, _progress())
+        files, seed = request_result(server, self.path, fields, _progress())
         return (_decode(files), seed)
 
 
@@ -183,7 +183,7 @@ def _decode(files: list[bytes]) -> Tensor:
 _SECONDS = 3600.0  # without any byte from the server, after which a request fails
 
 
-def generate(
+def request_result(
     server: str, path: str, fields: dict[str, Any], progress: Callable[[int, int | None], None]
 ) -> tuple[list[bytes], int]:
     """Send a request to the server, wait for the result, and return the contents of its files and its seed.

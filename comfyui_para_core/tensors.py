@@ -17,6 +17,6 @@ def move_tensors(value: Any, device: torch.device | None) -> Any:
     return pytree.tree_map_only(Tensor, lambda x: x.to(device), value)
 
 
-def device_of(value: Any) -> torch.device | None:
+def first_device(value: Any) -> torch.device | None:
     """Return the device of the first tensor in nested lists, tuples and dicts; None if there is none."""
     return next((x.device for x in pytree.tree_leaves(value) if isinstance(x, Tensor)), None)

@@ -38,7 +38,7 @@ from para_core.fleet.modular import (
     load_modular,
     open_modular,
 )
-from para_core.fleet.pipeline_info import TINY_FLUX_FIELDS, Model, describe_class, find_tiny_flux
+from para_core.fleet.pipeline_info import TINY_FLUX_FIELDS, PipelineInfo, describe_class, find_tiny_flux
 from para_core.fleet.recipe import Compile, Recipe
 from para_core.fleet.selection import select_pipeline
 from para_core.fleet.without_weights import check_components_exist, component_classes, multiple_of_model
@@ -57,7 +57,7 @@ def find_model(
     config: str | None = None,
     controlnet: Sequence[str] = (),
     trust_remote_code: bool = False,
-) -> Model:
+) -> PipelineInfo:
     """Return the description of a model without loading its weights.
 
     ``name`` is a folder, Hub repository or single file of a classical or modular pipeline, None for the tiny

@@ -23,13 +23,13 @@ from para_core.fleet.model_files import (
     read_index,
     weight_names,
 )
-from para_core.fleet.pipeline_info import Model
+from para_core.fleet.pipeline_info import PipelineInfo
 from para_core.fleet.pipeline_source import CONTROLNET, DENOISERS, class_in
 from para_core.fleet.recipe import Recipe
 from para_core.option_values import Quantize
 
 
-def check_ranks(model: Model, ranks: int) -> None:
+def check_ranks(model: PipelineInfo, ranks: int) -> None:
     """Check that the class of ``model`` runs on ``ranks`` ranks, before it is loaded.
 
     Raises:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-from para_core.fleet.pipeline_info import Model
+from para_core.fleet.pipeline_info import PipelineInfo
 
 # Ends of the keys of diffusers' tables that name the editing checkpoints of a family: "flux" is FLUX.1-dev, and
 # "flux-kontext" FLUX.1-Kontext.
@@ -104,7 +104,7 @@ def is_image_field(name: str) -> bool:
     return name in _IMAGE_FIELDS
 
 
-def explain_refused_image(model: Model) -> str:
+def explain_refused_image(model: PipelineInfo) -> str:
     """Return the error message for an image that was sent to ``model``, which takes none. It names the
     classes that would take the image, if any is known.
     """

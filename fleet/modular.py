@@ -18,7 +18,7 @@ import torch
 from para_core.adapters.registry import USUAL_NAMES, is_transformer_class
 from para_core.adapters.weights.features import require_quantizer
 from para_core.fleet.model_files import read_index
-from para_core.fleet.pipeline_info import Kind, Model, can_be_given
+from para_core.fleet.pipeline_info import OutputKind, PipelineInfo, can_be_given
 from para_core.instance.private_class import original_class
 from para_core.instance.record import empty_slot, fill_slot
 from para_core.instance.slots import Slot
@@ -27,7 +27,10 @@ from para_core.progress import report
 
 # Outputs of a modular pipeline that can be written to files. The values are the kind of result, and the
 # attribute of a classical pipeline's output that holds it.
-_OUTPUT_KINDS: Mapping[str, tuple[Kind, str]] = {"videos": ("video", "frames"), "images": ("image", "images")}
+_OUTPUT_KINDS: Mapping[str, tuple[OutputKind, str]] = {
+    "videos": ("video", "frames"),
+    "images": ("image", "images"),
+}
 # Inputs that one block passes to the next. diffusers lists them as inputs of the pipeline, but requests must
 # not set them.
 _BETWEEN_BLOCKS = ("batch_size", "dtype", "timesteps", "preprocess_kwargs", "mask_overlay_kwargs")
@@ -77,7 +80,7 @@ def open_modular(name: str, *, trust_remote_code: bool = False) -> Any:
     return pipe
 
 
-def describe_modular(name: str, pipe: Any) -> Model:
+def describe_modular(name: str, pipe: Any) -> PipelineInfo:
     """Return the description of model ``name``, whose modular pipeline is ``pipe``, with or without loaded
     components. Its fields are inputs of the blocks, and the scales of :func:`guiders_of`.
 
@@ -101,7 +104,7 @@ def describe_modular(name: str, pipe: Any) -> Model:
             raise ValueError(
                 f"model {name!r} ({pipeline.__name__}) needs {key!r}, a video, which cannot be given."
             )
-    model = Model(
+    model = PipelineInfo(
         name,
         pipeline.__name__,
         fields,

@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
-from para_core.fleet.pipeline_info import Model
+from para_core.fleet.pipeline_info import PipelineInfo
 from para_core.fleet.request import Request
 
 # Beginnings of the class names of pipelines that add their guidance to the conditional prediction: they
@@ -23,7 +23,7 @@ _OTHER_RULES = ("DreamLitePipeline", "Cosmos3OmniPipeline")
 _BY_GUIDANCE_SCALE = ("ChromaInpaintPipeline",)
 
 
-def warnings_of(request: Request, model: Model) -> tuple[str, ...]:
+def warnings_of(request: Request, model: PipelineInfo) -> tuple[str, ...]:
     """Return a sentence for each field of ``request`` that changes nothing in the pipeline of ``model``.
 
     These are a negative prompt without the guidance that uses it, and ``true_cfg_scale`` without a negative
@@ -45,7 +45,7 @@ def warnings_of(request: Request, model: Model) -> tuple[str, ...]:
     return (_describe_need(negative, model, "guidance_scale", least, scale),)
 
 
-def _warn_of_true_guidance(request: Request, model: Model, negative: str) -> tuple[str, ...]:
+def _warn_of_true_guidance(request: Request, model: PipelineInfo, negative: str) -> tuple[str, ...]:
     """Return the warnings for a pipeline with ``true_cfg_scale``. ``negative`` has the names of the negative
     prompts that have text, joined; it is empty if none has.
     """
@@ -62,7 +62,7 @@ def _warn_of_true_guidance(request: Request, model: Model, negative: str) -> tup
     return ()
 
 
-def _describe_need(names: str, model: Model, parameter: str, least: float, scale: float) -> str:
+def _describe_need(names: str, model: PipelineInfo, parameter: str, least: float, scale: float) -> str:
     """Return the warning that the fields ``names`` need ``parameter``, now ``scale``, above ``least``."""
     return f"{names} has no effect: {model.pipeline} uses it if {parameter} is above {least:g}, and it is {scale:g}."
 
@@ -74,7 +74,7 @@ def _has_text(value: Any) -> bool:
     return any(isinstance(text, str) and text.strip() for text in texts)
 
 
-def _read_scale(fields: Mapping[str, Any], model: Model, name: str) -> float | None:
+def _read_scale(fields: Mapping[str, Any], model: PipelineInfo, name: str) -> float | None:
     """Return the number that the request or else the pipeline has for this scale, None if there is no number."""
     value = fields.get(name)
     if value is None:

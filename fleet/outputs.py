@@ -14,10 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from para_core.fleet.pipeline_info import Kind, Model
+from para_core.fleet.pipeline_info import OutputKind, PipelineInfo
 from para_core.fleet.request import Delivery, Request
 
-FORMATS: Mapping[Kind, tuple[str, ...]] = {"image": ("png", "jpg", "webp"), "video": ("mp4", "gif", "webp")}
+FORMATS: Mapping[OutputKind, tuple[str, ...]] = {
+    "image": ("png", "jpg", "webp"),
+    "video": ("mp4", "gif", "webp"),
+}
 # Largest side in pixels of a file that the encoder of its format accepts. A PNG has no such limit.
 _LARGEST_SIDES = {"mp4": 16384, "webp": 16383, "jpg": 65500, "gif": 65535}
 
@@ -50,7 +53,7 @@ class Result:
     metadata: Mapping[str, Any]  # of work.make_metadata, and the size; JSON values
 
 
-def formats_here(kind: Kind) -> tuple[str, ...]:
+def formats_here(kind: OutputKind) -> tuple[str, ...]:
     """Return the formats of :data:`FORMATS` for which this machine has an encoder: for mp4 that is a program."""
     formats = FORMATS[kind]
     if "mp4" in formats and not _has_video_encoder():
@@ -68,7 +71,7 @@ def _has_video_encoder() -> bool:
     return True
 
 
-def choose_format(model: Model, format_: str | None) -> str:
+def choose_format(model: PipelineInfo, format_: str | None) -> str:
     """Return ``format_``. None gives the default for what ``model`` generates: png for images, mp4 for
     videos.
 

@@ -1,7 +1,7 @@
 """Descriptions of models without their weights: the pipeline, and the fields of a request, which its call
 has.
 
-``find_model`` of `build.py` makes a :class:`Model` of a class, `modular.py` one of a modular pipeline, and
+``find_model`` of `build.py` makes a :class:`PipelineInfo` of a class, `modular.py` one of a modular pipeline, and
 `cli/checks.py` a draft of one from the source, before diffusers is imported. `request_schema.py` makes the
 schema of its fields. Tests: tests/fleet/test_model_files.py, tests/fleet/test_fields.py.
 """
@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 import para_core
 
-Kind = Literal["image", "video"]
+OutputKind = Literal["image", "video"]
 _IMAGE_PARAMETERS = (
     *("images", "input_images", "reference_images", "memory_images", "gligen_images"),
     "image_reference",
@@ -41,7 +41,7 @@ _AUDIO_PARAMETERS = ("audio_length_in_s", "audio_duration", "audio_end_in_s", "a
 
 
 @dataclass(frozen=True)
-class Model:
+class PipelineInfo:
     """Description of a pipeline, without its weights."""
 
     name: str  # folder, repository on the Hub, or single file
@@ -49,7 +49,7 @@ class Model:
     # Parameters of the pipeline's call that a request may set, with their defaults (inspect.Parameter.empty
     # if there is none). For a modular pipeline, inputs of its blocks.
     fields: Mapping[str, Any]
-    kind: Kind
+    kind: OutputKind
     defaults: Mapping[str, Any] = field(default_factory=dict)  # of fields, if they differ from the pipeline's
     # Types of the parameters, as far as they are known.
     annotations: Mapping[str, Any] = field(default_factory=dict)
@@ -93,7 +93,7 @@ def can_be_given(name: str) -> bool:
     return name not in _SET_BY_CALLER and not is_tensor and "callback" not in name
 
 
-def describe_unknown_field(model: Model, name: str) -> str:
+def describe_unknown_field(model: PipelineInfo, name: str) -> str:
     """Return the error message for an unknown field. It suggests the most similar known field, or lists all."""
     close = difflib.get_close_matches(name, [*model.fields, "seed", "size", "steps"], n=1)
     hint = f"It takes seed, size, steps, {', '.join(model.fields)}."
@@ -117,7 +117,7 @@ def find_tiny_flux() -> Path:
     )
 
 
-def describe_class(name: str, cls: Any, defaults: Mapping[str, Any]) -> Model:
+def describe_class(name: str, cls: Any, defaults: Mapping[str, Any]) -> PipelineInfo:
     """Return the description of model ``name``, whose classical pipeline class is ``cls``, with these
     defaults of fields.
 
@@ -142,7 +142,7 @@ def describe_class(name: str, cls: Any, defaults: Mapping[str, Any]) -> Model:
 
 def describe_call(
     name: str, pipeline: str, parameters: Mapping[str, Any], defaults: Mapping[str, Any]
-) -> Model:
+) -> PipelineInfo:
     """Return the description of a model by the parameters of its pipeline's call and their defaults, without
     types.
 
@@ -153,12 +153,12 @@ def describe_call(
         ValueError: The pipeline generates audio only.
     """
     fields = {key: default for key, default in parameters.items() if can_be_given(key)}
-    kind: Kind = "image"
+    kind: OutputKind = "image"
     if any(key in fields for key in FRAME_PARAMETERS):
         kind = "video"
     elif any(key in fields for key in _AUDIO_PARAMETERS):
         raise ValueError(f"model {name!r} ({pipeline}) generates audio; expected images or videos.")
-    model = Model(
+    model = PipelineInfo(
         name, pipeline, fields, kind, {key: value for key, value in defaults.items() if key in fields}
     )
     return replace(

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from para_core.fleet.failures import describe_exception
-from para_core.fleet.pipeline_info import Model
+from para_core.fleet.pipeline_info import PipelineInfo
 from para_core.fleet.request import Request, make_request
 from para_core.fleet.request_schema import merge_fields, request_schema
 
@@ -40,7 +40,7 @@ class Problem:
 
 
 def read_prompts(
-    path: Path, model: Model, common: Mapping[str, Any], *, seed: int = 0
+    path: Path, model: PipelineInfo, common: Mapping[str, Any], *, seed: int = 0
 ) -> tuple[list[Line], list[Problem]]:
     """Read a prompt file. Return its valid lines, and a problem for each invalid line. Empty lines are
     skipped.

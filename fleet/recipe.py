@@ -19,7 +19,7 @@ from para_core.call_checks import can_check, check_comparable
 from para_core.declared_options import Command, Option, check_values, declarations
 from para_core.distributed.mesh_shape import parse_mesh_sizes
 from para_core.fleet.model_files import GGUF
-from para_core.fleet.pipeline_info import Model
+from para_core.fleet.pipeline_info import PipelineInfo
 from para_core.option_values import Offload, Quantize, TextEncoders, check_quantize_fits
 from para_core.pipeline_options import PIPELINE, RANKS, PipelineChoices
 
@@ -305,7 +305,7 @@ def require_loras(recipe: Recipe) -> None:
             )
 
 
-def check_options_of_model(model: Model, recipe: Recipe) -> None:
+def check_options_of_model(model: PipelineInfo, recipe: Recipe) -> None:
     """Check that the pipeline of ``model`` has the methods that a LoRA and ``offload="model"`` need.
 
     Raises what :func:`require_loras` raises, too.

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from pydantic import BaseModel, ValidationError
 
 from para_core.fleet.image_files import ImageMode, open_image, read_images
-from para_core.fleet.pipeline_info import FRAME_PARAMETERS, Kind, Model
+from para_core.fleet.pipeline_info import FRAME_PARAMETERS, OutputKind, PipelineInfo
 from para_core.fleet.request_schema import (
     LARGEST_SEED,
     describe_error,
@@ -29,8 +29,11 @@ from para_core.fleet.request_schema import (
 
 # Width, height and number of frames that are assumed for estimates if neither a request nor the pipeline's
 # call states them: the native sizes of FLUX and of HunyuanVideo.
-_USUAL_SIZES: Mapping[Kind, tuple[int, int, int]] = {"image": (1024, 1024, 1), "video": (1280, 720, 129)}
-USUAL_PIXELS: Mapping[Kind, int] = {kind: math.prod(sizes) for kind, sizes in _USUAL_SIZES.items()}
+_USUAL_SIZES: Mapping[OutputKind, tuple[int, int, int]] = {
+    "image": (1024, 1024, 1),
+    "video": (1280, 720, 129),
+}
+USUAL_PIXELS: Mapping[OutputKind, int] = {kind: math.prod(sizes) for kind, sizes in _USUAL_SIZES.items()}
 
 
 @dataclass(frozen=True)
@@ -135,7 +138,7 @@ def split_request(request: Request) -> list[Request]:
     return [parts[0], *(replace(part, delivery=without_previews) for part in parts[1:])]
 
 
-def estimate_pixels(request: Request, model: Model) -> int:
+def estimate_pixels(request: Request, model: PipelineInfo) -> int:
     """Return the number of pixels, summed over all images or frames. An estimate: the pipeline may choose a
     side.
 
@@ -151,7 +154,7 @@ def estimate_pixels(request: Request, model: Model) -> int:
     return int(width * height * frames * request.results)
 
 
-def _find_size(name: str, request: Request, model: Model) -> int | None:
+def _find_size(name: str, request: Request, model: PipelineInfo) -> int | None:
     """Return the value of the field ``name``: of the request, else the default of the pipeline's call; None
     if that is no number.
     """
@@ -165,7 +168,7 @@ def _find_size(name: str, request: Request, model: Model) -> int | None:
 
 def make_request(
     values: Mapping[str, Any],
-    model: Model,
+    model: PipelineInfo,
     *,
     seed: int = 0,
     read_image: Callable[[str], bytes] | None = None,
@@ -194,7 +197,7 @@ def make_request(
 
 def request_from(
     values: Mapping[str, Any],
-    model: Model,
+    model: PipelineInfo,
     *,
     seed: int = 0,
     read_image: Callable[[str], bytes] | None = None,
@@ -248,7 +251,7 @@ def request_from(
     return Request(fields, seed, images)
 
 
-def _require_multiples(values: Mapping[str, Any], fields: Mapping[str, Any], model: Model) -> None:
+def _require_multiples(values: Mapping[str, Any], fields: Mapping[str, Any], model: PipelineInfo) -> None:
     """Raise ValueError if height or width in ``fields`` is no multiple of ``model.multiple``.
 
     Most pipelines would round such a side down, and only log it. ``values`` are the fields that the user

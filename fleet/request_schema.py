@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from para_core.fleet.image_classes import explain_refused_image, is_image_field
-from para_core.fleet.pipeline_info import FRAME_PARAMETERS, Model, describe_unknown_field
+from para_core.fleet.pipeline_info import FRAME_PARAMETERS, PipelineInfo, describe_unknown_field
 
 # Short names that a request may use, and the parameters of diffusers that each stands for: the first that the
 # pipeline has.
@@ -35,7 +35,7 @@ LARGEST_SEED = 2**63 - 1
 _LARGEST_INT = 2**31 - 1  # of a positive field without a limit of its own
 
 
-def request_schema(model: Model, *, at_most: Mapping[str, int] | None = None) -> type[BaseModel]:
+def request_schema(model: PipelineInfo, *, at_most: Mapping[str, int] | None = None) -> type[BaseModel]:
     """Return the pydantic model of a request: the fields of ``model``, their short names, ``seed`` and
     ``size``. Each may be null, and all may be left out: `request.py` refuses what is missing.
 
@@ -74,7 +74,7 @@ def request_schema(model: Model, *, at_most: Mapping[str, int] | None = None) ->
     return schema
 
 
-def parameter_of(name: str, model: Model) -> str:
+def parameter_of(name: str, model: PipelineInfo) -> str:
     """Return the parameter of the pipeline that a field named ``name`` sets: ``name`` itself unless it is an
     alias.
     """
@@ -83,14 +83,14 @@ def parameter_of(name: str, model: Model) -> str:
     return next((parameter for parameter in _ALIASES.get(name, ()) if parameter in model.fields), name)
 
 
-def _parameters_set_by(name: str, model: Model) -> tuple[str, ...]:
+def _parameters_set_by(name: str, model: PipelineInfo) -> tuple[str, ...]:
     """Return all parameters that a field named ``name`` sets. Only ``size`` sets two."""
     if name == "size" and "size" not in model.fields:
         return ("width", "height")
     return (parameter_of(name, model),)
 
 
-def require_one_name(values: Mapping[str, Any], model: Model) -> None:
+def require_one_name(values: Mapping[str, Any], model: PipelineInfo) -> None:
     """Check that no two fields set the same parameter, such as ``steps`` and ``num_inference_steps``.
 
     A field whose value is None, or the size ``"auto"``, sets nothing.
@@ -110,12 +110,12 @@ def require_one_name(values: Mapping[str, Any], model: Model) -> None:
             names[parameter] = name
 
 
-def merge_fields(common: Mapping[str, Any], values: Mapping[str, Any], model: Model) -> dict[str, Any]:
+def merge_fields(common: Mapping[str, Any], values: Mapping[str, Any], model: PipelineInfo) -> dict[str, Any]:
     """Return the fields ``values``, and those of ``common`` whose parameters ``values`` does not set by any
     name.
 
-    >>> from para_core.fleet.pipeline_info import Model
-    >>> model = Model("", "FluxPipeline", dict.fromkeys(("width", "height", "num_inference_steps")), "image")
+    >>> from para_core.fleet.pipeline_info import PipelineInfo
+    >>> model = PipelineInfo("", "FluxPipeline", dict.fromkeys(("width", "height", "num_inference_steps")), "image")
     >>> merge_fields({"size": "64x32", "steps": 4}, {"width": 16, "num_inference_steps": 8}, model)
     {'height': 32, 'width': 16, 'num_inference_steps': 8}
     """
@@ -157,7 +157,7 @@ def _json_type(annotation: Any, *, is_item: bool = False) -> Any:
     return Any
 
 
-def describe_error(error: ValidationError, model: Model, subject: str) -> str:
+def describe_error(error: ValidationError, model: PipelineInfo, subject: str) -> str:
     """Return a sentence about the first invalid field: its name, its value and what was expected.
 
     ``error`` is that of :func:`request_schema`, and ``subject`` names the validated object, such as

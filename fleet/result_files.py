@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from para_core.fleet.outputs import Result
-from para_core.fleet.pipeline_info import Kind, Model
+from para_core.fleet.pipeline_info import OutputKind, PipelineInfo
 from para_core.fleet.prompt_file import Line
 from para_core.fleet.request import Request, estimate_pixels
 
@@ -43,7 +43,7 @@ _NAME_PATTERN = re.compile(r"[^\W.][^\\/:*?\"<>|\x00-\x1f\x7f]*")
 _MOST_NAME_BYTES = 200
 
 
-def find_disk_problem(folder: Path, request: Request, model: Model) -> str | None:
+def find_disk_problem(folder: Path, request: Request, model: PipelineInfo) -> str | None:
     """Return an error message if the result of ``request`` alone may not fit on the disk of ``folder``, else
     None.
 
@@ -58,7 +58,7 @@ def find_disk_problem(folder: Path, request: Request, model: Model) -> str | Non
     return f"its result may take {_format_bytes(needed)}, and {folder} has {_format_bytes(free)} free."
 
 
-def _estimate_bytes(requests: Sequence[Request], model: Model) -> int:
+def _estimate_bytes(requests: Sequence[Request], model: PipelineInfo) -> int:
     return int(
         sum(
             estimate_pixels(request, model) * _BYTES_PER_PIXEL[request.delivery.format_]
@@ -73,7 +73,7 @@ def _format_bytes(number: int) -> str:
     return f"{number / 1e6:.1f} MB"
 
 
-def require_room(folder: Path, requests: Sequence[Request], model: Model) -> int:
+def require_room(folder: Path, requests: Sequence[Request], model: PipelineInfo) -> int:
     """Make the folder, and return an upper estimate of the bytes that the results of ``requests`` take.
 
     Raises:
@@ -132,7 +132,7 @@ def require_name(name: str | None) -> None:
         raise ValueError(f"name has {num_bytes} bytes; expected at most {_MOST_NAME_BYTES}: {name!r:.40}…")
 
 
-def compute_digest(request: Request, recipe: Recipe, kind: Kind) -> str:
+def compute_digest(request: Request, recipe: Recipe, kind: OutputKind) -> str:
     """Return a string that is equal for results with equal files: digests of request and recipe, format,
     frame rate.
     """

@@ -18,7 +18,7 @@ import torch
 
 from para_core.fleet.model_files import read_config, read_index
 from para_core.fleet.modular import open_modular
-from para_core.fleet.pipeline_info import Model
+from para_core.fleet.pipeline_info import PipelineInfo
 from para_core.fleet.pipeline_source import CONTROLNET, DENOISERS, class_in, multiple_of_sides, read_pipeline
 
 logger = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ def on_meta(dtype: torch.dtype = torch.bfloat16) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def without_weights(model: Model, dtype: torch.dtype) -> Any:
+def without_weights(model: PipelineInfo, dtype: torch.dtype) -> Any:
     """Return the pipeline of ``model`` with components on the meta device, made from their configs in
     ``dtype``.
 
@@ -112,7 +112,7 @@ def component_classes(index: Mapping[str, Any]) -> dict[str, Any]:
     return {name: cls for name, cls in classes.items() if cls is not None}
 
 
-def multiple_of_model(model: Model) -> int:
+def multiple_of_model(model: PipelineInfo) -> int:
     """Return the number that must divide height and width of a result of ``model``; 1 if its class states
     none.
 

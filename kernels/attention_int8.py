@@ -31,7 +31,7 @@ from para_core.kernels.attention_launch import (
 from para_core.kernels.eight_bits import to_int8
 from para_core.kernels.row_blocks import NUM_WARPS, block_of
 
-DTYPES = (torch.float16, torch.bfloat16)
+INT8_DTYPES = (torch.float16, torch.bfloat16)
 
 
 @triton.jit
@@ -81,7 +81,7 @@ def attention(
         TypeError: If the dtypes differ or are not supported.
         ValueError: If the shapes do not fit, or a head dim is too large.
     """
-    if query.dtype not in DTYPES:
+    if query.dtype not in INT8_DTYPES:
         raise TypeError(
             f"query is {query.dtype}; attention in 8 bits expects float16 or bfloat16. Exact attention accepts it."
         )

@@ -14,7 +14,7 @@ from typing import TypeVarTuple, Unpack
 import torch
 from torch import Tensor
 
-Key = TypeVarTuple("Key")
+KeyParts = TypeVarTuple("KeyParts")
 MOST_TABLES = 256
 
 
@@ -40,7 +40,7 @@ def new_table(numbers: Sequence[float], dtype: torch.dtype, device: torch.device
     return torch.tensor(numbers, dtype=dtype, device="cpu").to(device, non_blocking=True)
 
 
-def keep_outside_graphs(make: Callable[[Unpack[Key]], Tensor]) -> Callable[[Unpack[Key]], Tensor]:
+def keep_outside_graphs(make: Callable[[Unpack[KeyParts]], Tensor]) -> Callable[[Unpack[KeyParts]], Tensor]:
     """Decorate ``make(*key)`` to keep the tensors of the last ``MOST_TABLES`` keys. A key must include the
     device, and the dtype unless it is fixed: equal keys, such as 1 and 1.0, share a tensor. Callers must not
     write to the tensors.
@@ -54,7 +54,7 @@ def keep_outside_graphs(make: Callable[[Unpack[Key]], Tensor]) -> Callable[[Unpa
     lock = Lock()
 
     @wraps(make)
-    def table_of(*key: *Key) -> Tensor:
+    def table_of(*key: *KeyParts) -> Tensor:
         if torch.compiler.is_compiling():
             # Inside torch.compile the tensor is fake, so it must not be kept.
             return make(*key)

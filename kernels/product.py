@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+PRODUCT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 LIBRARY = torch.library.Library("para_core", "FRAGMENT")
 # Programs of so many neighbouring tiles of rows run one after the other, so that they find their columns of
 # the weight in the L2 cache.
@@ -32,7 +32,7 @@ GROUP = 8
 _ALIGNMENT = 16
 
 
-class Tile(NamedTuple):
+class ProductTile(NamedTuple):
     """The tile of the output that one program computes, and its launch options.
 
     Args:
@@ -54,12 +54,12 @@ class Tile(NamedTuple):
 
 
 # The largest tile whose sums stay in registers on every GPU, and whose blocks fit in 99 KiB of shared memory.
-TILE = Tile(128, 128, 64, 8, 3)
+TILE = ProductTile(128, 128, 64, 8, 3)
 # Tensor cores do not compute exact float32, so its products take many registers.
-TILE_FLOAT32 = Tile(64, 64, 16, 8, 3)
+TILE_FLOAT32 = ProductTile(64, 64, 16, 8, 3)
 # For Triton's interpreter, whose tl.dot is a product of NumPy: that adds up the rows of a tile in several
 # orders, and takes bfloat16 for integers.
-TILE_INTERPRETED = Tile(32, 64, 32, dot=False)
+TILE_INTERPRETED = ProductTile(32, 64, 32, dot=False)
 
 
 # With a number of rows that is 1 or a multiple of 16, Triton would compile another kernel.
@@ -120,7 +120,7 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 def check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     """Raise ``TypeError`` or ``ValueError`` if the kernel does not support the dtypes or shapes of these tensors."""
     tensors = [x, weight] if bias is None else [x, weight, bias]
-    if x.dtype not in DTYPES or any(y.dtype != x.dtype for y in tensors):
+    if x.dtype not in PRODUCT_DTYPES or any(y.dtype != x.dtype for y in tensors):
         names = ", ".join(str(y.dtype).removeprefix("torch.") for y in tensors)
         raise TypeError(
             f"the product is of {names}; expected float16, bfloat16 or float32, the same for x, weight and bias. "
@@ -136,7 +136,7 @@ def check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         )
 
 
-def launch(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def launch_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Launch the kernel, and return its output. Does not check the tensors."""
     out = _empty_output(x, weight)
     if out.numel() == 0:
@@ -158,7 +158,7 @@ def launch(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return out
 
 
-def tile_for(x: Tensor) -> Tile:
+def tile_for(x: Tensor) -> ProductTile:
     """Return the tile of the dtype of ``x``; on a CPU that of Triton's interpreter."""
     if x.is_cpu:
         return TILE_INTERPRETED
@@ -206,8 +206,8 @@ def _save(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor | None], output: Tensor
 # The tag makes the operator end a CUDA graph of torch.compile, like all operators of para_core (see
 # para_core.distributed.collectives.define_operator).
 LIBRARY.define("product(Tensor x, Tensor weight, Tensor? bias) -> Tensor", tags=(torch.Tag.cudagraph_unsafe,))
-LIBRARY.impl("product", launch, "CUDA")
+LIBRARY.impl("product", launch_product, "CUDA")
 # On CPU tensors the kernel runs in Triton's interpreter.
-LIBRARY.impl("product", launch, "CPU")
+LIBRARY.impl("product", launch_product, "CPU")
 torch.library.register_fake("para_core::product", _empty_output, lib=LIBRARY)
 torch.library.register_autograd("para_core::product", _gradients, setup_context=_save, lib=LIBRARY)

@@ -13,7 +13,7 @@ from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import torch
 
-Value = TypeVar("Value")
+Instance = TypeVar("Instance")
 
 
 def to_json(value: Any) -> str:
@@ -57,7 +57,7 @@ def _dtype_name(value: Any) -> str:
     )
 
 
-def from_json(kind: type[Value], text: str) -> Value:
+def from_json(kind: type[Instance], text: str) -> Instance:
     """Return the value of the dataclass ``kind`` that :func:`to_json` wrote as ``text``.
 
     A tuple comes back as a list, so ``kind`` must convert it if the difference matters to it.
@@ -66,7 +66,7 @@ def from_json(kind: type[Value], text: str) -> Value:
         ValueError: ``text`` is not JSON, its fields are not those of ``kind``, or it names a dtype that torch
             lacks.
     """
-    value: Value = _read_fields(kind, json.loads(text))
+    value: Instance = _read_fields(kind, json.loads(text))
     return value
 
 

@@ -39,7 +39,7 @@ from typing import (
 Keywords = ParamSpec("Keywords")
 Options = TypeVar("Options")
 Subject = TypeVar("Subject")
-Function = TypeVar("Function", bound=Callable[..., Any])
+Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 
 # This line of a docstring stands for the options of a dataclass.
 _PLACE_OF_OPTIONS = "{options}"
@@ -303,7 +303,7 @@ def takes_options(
     return decorate
 
 
-def shows_options(options: type[Any], **defaults: Any) -> Callable[[Function], Function]:
+def shows_options(options: type[Any], **defaults: Any) -> Callable[[Decorated], Decorated]:
     """Return a decorator that shows the fields of ``options`` in a signature, in place of its ``**options``.
 
     ``defaults`` are default values that differ from those of the fields.
@@ -313,7 +313,7 @@ def shows_options(options: type[Any], **defaults: Any) -> Callable[[Function], F
         for declaration in declarations(options)
     ]
 
-    def show(function: Function) -> Function:
+    def show(function: Decorated) -> Decorated:
         signature = inspect.signature(function)
         others = [
             parameter

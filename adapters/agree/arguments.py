@@ -25,10 +25,8 @@ from torch import Tensor
 
 from para_core.distributed.agree import agree
 from para_core.distributed.fingerprints import PendingFingerprints
-from para_core.distributed.mesh import GuidedMesh, SequenceMesh
+from para_core.distributed.mesh import AnyMesh
 from para_core.distributed.records import Record, describe_differences
-
-Ranks = GuidedMesh | SequenceMesh
 
 # Maximum number of characters that describe one value. Of a longer text half as many are shown, with a hash of all.
 _MAX_CHARACTERS = 60
@@ -53,7 +51,7 @@ class StageValue:
 
 def agree_on_values(
     values: Callable[[], Mapping[str, Any]],
-    mesh: Ranks,
+    mesh: AnyMesh,
     what: str,
     check: Callable[[], None],
     explain: Callable[[list[Record]], str],
@@ -143,7 +141,7 @@ class PendingRecord:
 def agree_on_texts(
     local: Record | Exception,
     stages: Mapping[str, int],
-    mesh: Ranks,
+    mesh: AnyMesh,
     explain: Callable[[list[Record]], str],
     *,
     call: str = "this call",

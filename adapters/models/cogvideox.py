@@ -24,7 +24,7 @@ COGVIDEOX_PLAN = Plan(
     common=("image_rotary_emb",),
 )
 
-TENSOR = TensorPlan(
+COGVIDEOX_TENSOR = TensorPlan(
     linears=linears(
         "transformer_blocks.*",
         columns=["attn1.to_q", "attn1.to_k", "attn1.to_v", "ff.net.0.proj"],
@@ -38,7 +38,7 @@ COGVIDEOX = Adapter(
     pipelines="CogVideoX",
     plan=COGVIDEOX_PLAN,
     blocks=chained("transformer_blocks", streams=TEXT_LAST),
-    tensor=TENSOR,
+    tensor=COGVIDEOX_TENSOR,
     frames=Frames(dim=1, together="patch_size_t"),
     threshold=0.025,
     threshold_source="ParaAttention at 1324733, later dropped there",
@@ -50,5 +50,5 @@ CONSISID = Adapter(
     # Between blocks the video tokens also attend to face tokens, and every rank holds all face tokens.
     plan=replace(COGVIDEOX_PLAN, batched=samples_in_dim_0(*WITH_SAMPLES, "id_cond", "id_vit_hidden")),
     blocks=chained("transformer_blocks", streams=TEXT_LAST, between=("id_cond",)),
-    tensor=TENSOR,
+    tensor=COGVIDEOX_TENSOR,
 )

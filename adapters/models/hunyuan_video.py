@@ -13,7 +13,7 @@ from para_core.weights.tensor_plan import Linear, TensorPlan
 
 VIDEO, POSITIONS = Split(dim=1, segment="video"), Split(dim=0, like="video")
 # Text comes last and is replicated, so the masks that the model makes for the full sequence remain correct.
-JOINT = ("video", "text")
+JOINT_ORDER = ("video", "text")
 # The number of tokens of the first frame, which image-to-video by token replacement modulates differently. Blocks of
 # text-to-video do not have this parameter, and the rule does nothing there.
 FIRST_FRAME: dict[str | int, ShardRule] = {"num_tokens": FirstTokens("video")}
@@ -21,7 +21,7 @@ FIRST_FRAME: dict[str | int, ShardRule] = {"num_tokens": FirstTokens("video")}
 # HunyuanVideo and FramePack have the same blocks. HunyuanVideo 1.5 has no single ones, but the names in its double
 # blocks and in its refiner are the same; patterns that match nothing are ignored.
 _REFINER = "context_embedder.token_refiner.refiner_blocks.*"
-TENSOR = TensorPlan(
+HUNYUAN_VIDEO_TENSOR = TensorPlan(
     linears={
         **linears(
             "transformer_blocks.*",
@@ -57,10 +57,10 @@ HUNYUAN_VIDEO = Adapter(
             "single_transformer_blocks.*": FIRST_FRAME,
         },
         outputs={"proj_out": Gather(dim=1, segment="video")},
-        joint_order=JOINT,
+        joint_order=JOINT_ORDER,
     ),
     blocks=chained("transformer_blocks", "single_transformer_blocks", streams=TEXT_LAST),
-    tensor=TENSOR,
+    tensor=HUNYUAN_VIDEO_TENSOR,
     frames=Frames(dim=2, together="patch_size_t"),
     threshold=0.06,
     # 1324733 is a commit of ParaAttention.
@@ -82,10 +82,10 @@ FRAMEPACK = Adapter(
         # Gather before the model cuts off the tokens of earlier frames, which come first in the full
         # sequence.
         outputs={"single_transformer_blocks.-1": (Gather(dim=1, segment="video"), None)},
-        joint_order=JOINT,
+        joint_order=JOINT_ORDER,
     ),
     blocks=chained("transformer_blocks", "single_transformer_blocks", streams=TEXT_LAST),
-    tensor=TENSOR,
+    tensor=HUNYUAN_VIDEO_TENSOR,
     # No source has a threshold for FramePack. Its blocks are those of HunyuanVideo.
     threshold=0.06,
     threshold_source="ParaAttention, doc/fastest_hunyuan_video.md; at 1324733 it was 0.035",
@@ -99,11 +99,11 @@ HUNYUAN_VIDEO_15 = Adapter(
         inputs={},
         inner={"rope": {0: POSITIONS, 1: POSITIONS}, "transformer_blocks.0": {"hidden_states": VIDEO}},
         outputs={"proj_out": Gather(dim=1, segment="video")},
-        joint_order=JOINT,
+        joint_order=JOINT_ORDER,
         # Each attention makes its mask from the tokens that it has: [B, 1, S_local, S_local], True for two valid ones.
-        attention={"transformer_blocks.*.attn": (Attention(JOINT, mask="pairs"),)},
+        attention={"transformer_blocks.*.attn": (Attention(JOINT_ORDER, mask="pairs"),)},
     ),
     blocks=chained("transformer_blocks", streams=TEXT_LAST),
-    tensor=TENSOR,
+    tensor=HUNYUAN_VIDEO_TENSOR,
     # Without ``frames``, because PipeFusion refuses masks of pairs.
 )

@@ -18,7 +18,7 @@ TIMESTEP = Split(dim=1, like="video", ndim=2)
 
 # The norms of queries and keys span the channels of all heads. So tensor parallelism shards their weights,
 # and the channels of the rotary embedding, in the same way as the heads.
-TENSOR = TensorPlan(
+LTX_TENSOR = TensorPlan(
     linears=linears(
         "transformer_blocks.*",
         columns=[*(f"{attn}.to_{x}" for attn in ("attn1", "attn2") for x in "qkv"), "ff.net.0.proj"],
@@ -50,7 +50,7 @@ LTX = Adapter(
     # communication.
     text="replicate",
     blocks=chained("transformer_blocks"),
-    tensor=TENSOR,
+    tensor=LTX_TENSOR,
 )
 
 LTX2 = Adapter(

@@ -17,7 +17,7 @@ POSITIONS = Split(dim=0, like="video")
 # These layers return hidden units followed by a gate of equal width. Each of these two parts is sharded
 # separately.
 _GATED = Linear("colwise", (1, 1))
-TENSOR = TensorPlan(
+MOCHI_TENSOR = TensorPlan(
     linears={
         **linears(
             "transformer_blocks.*",
@@ -49,7 +49,7 @@ MOCHI = Adapter(
         batched=samples_in_dim_0("encoder_attention_mask", "attention_kwargs"),
     ),
     blocks=chained("transformer_blocks", streams=TEXT_LAST),
-    tensor=TENSOR,
+    tensor=MOCHI_TENSOR,
     frames=Frames(dim=2),
     threshold=0.035,
     threshold_source="ParaAttention at 1324733, later dropped there",

@@ -9,18 +9,18 @@ from para_core.cache.blocks import BlockGroup, CachedBlocks
 from para_core.plans.plan import Attention, Gather
 from para_core.weights.tensor_plan import COLUMNS, ROWS
 
-TENSOR = wan_tensor_plan("blocks")
+WAN_ANIMATE_TENSOR = wan_tensor_plan("blocks")
 # Each block of the face adapter has its own heads, which attend to face tokens. It normalizes each head
 # separately, so the weights of its norms are not sharded.
 _ADAPTER = "face_adapter.*"
 TENSOR_WITH_FACES = replace(
-    TENSOR,
+    WAN_ANIMATE_TENSOR,
     linears={
-        **TENSOR.linears,
+        **WAN_ANIMATE_TENSOR.linears,
         **dict.fromkeys((f"{_ADAPTER}.{name}" for name in ("to_q", "to_k", "to_v")), COLUMNS),
         f"{_ADAPTER}.to_out": ROWS,
     },
-    heads=(*TENSOR.heads, _ADAPTER),
+    heads=(*WAN_ANIMATE_TENSOR.heads, _ADAPTER),
 )
 
 WAN_ANIMATE = Adapter(

@@ -28,7 +28,7 @@ from para_core.adapters.parallel.mapped_files import (
 )
 from para_core.adapters.parallel.parallelize import parallelize_pipe
 from para_core.adapters.registry import transformers_of
-from para_core.adapters.weights.feature import Method, ShardMethod
+from para_core.adapters.weights.feature import ShardMethod, WeightsMethod
 from para_core.adapters.weights.features import require_method, require_quantizer, shard_methods
 from para_core.adapters.weights.shard import prepare_sharding
 from para_core.adapters.weights.sharded_component import is_distributed
@@ -53,7 +53,7 @@ def from_pretrained_sharded(
     name: str | Path,
     *,
     mesh: Mesh | None = None,
-    weights: Method | Literal["stages"] = "fsdp",
+    weights: WeightsMethod | Literal["stages"] = "fsdp",
     quantize: Quantize | None = None,
     dtype: torch.dtype | None = None,
     **options: Any,

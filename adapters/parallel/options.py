@@ -18,7 +18,7 @@ import torch
 
 from para_core.adapters.adapter import Adapter, Text
 from para_core.adapters.default_mesh import Mesh
-from para_core.adapters.weights.feature import Method
+from para_core.adapters.weights.feature import WeightsMethod
 from para_core.attention.attention_options import AttnOptions
 from para_core.attention.backends.added import check_library
 from para_core.attention.schedule import AttentionSchedule
@@ -189,7 +189,7 @@ class ParallelOptions(TransformerOptions, PipelineChoices):
         ),
     ] = None
     weights: Annotated[
-        Method | Literal["replicate"] | None,
+        WeightsMethod | Literal["replicate"] | None,
         Option(
             120,
             "How weights are distributed: sharded as by `shard_weights(pipe, mesh, method=weights)`, or all of them on "

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from para_core.adapters.propose.records import MaskRecord, ObservedCall, TensorRecord, tensors_of
+from para_core.adapters.propose.records import BlockMaskRecord, ObservedCall, TensorRecord, tensors_of
 from para_core.torch_internals import tree_map
 
 
@@ -86,7 +86,7 @@ class _Growth:
 
     def _imagine_value(self, value: Any) -> Any:
         """Return a record, or an argument that is no tensor, as it is in the larger call."""
-        if isinstance(value, MaskRecord):
+        if isinstance(value, BlockMaskRecord):
             queries, keys = value.lengths
             return replace(value, lengths=(self.grow(queries), self.grow(keys)))
         if isinstance(value, TensorRecord):

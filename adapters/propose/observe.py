@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 
 from para_core.adapters.propose.records import (
-    MaskRecord,
+    BlockMaskRecord,
     ModuleCall,
     ObservedAttention,
     ObservedCall,
@@ -278,7 +278,7 @@ class _CallObserver:
         if isinstance(x, BlockMask):
             tensors = [part for part in x.as_tuple() if isinstance(part, Tensor)]
             queries, keys = x.seq_lengths
-            return MaskRecord((queries, keys), id(x), self._sources.is_derived(*tensors))
+            return BlockMaskRecord((queries, keys), id(x), self._sources.is_derived(*tensors))
         if not isinstance(x, Tensor):
             return x
         # Two integers may be the cumulative lengths (0, tokens) of a sequence.

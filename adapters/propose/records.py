@@ -33,7 +33,7 @@ class TensorRecord:
 
 
 @dataclass(frozen=True)
-class MaskRecord:
+class BlockMaskRecord:
     """Record of a flex-attention ``BlockMask``: its numbers of queries and keys.
 
     The rest is as in a TensorRecord.
@@ -99,7 +99,7 @@ class ModuleCall:
         name: Name of the module.
         block_list: Name of the container that holds the block, or None.
         began, ended: Times of the call, as those of :class:`ObservedAttention`.
-        arguments: By name. They have a :class:`TensorRecord` for each tensor, and a :class:`MaskRecord` for
+        arguments: By name. They have a :class:`TensorRecord` for each tensor, and a :class:`BlockMaskRecord` for
             each ``BlockMask``. A field of a dataclass is an argument of its own, named by its path.
         output: The output, likewise. A dataclass is a dict of its fields; one that is the whole output is the
             only entry of a list, as an output of several entries would have it.

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from para_core.adapters.propose.choices import Choice
-from para_core.adapters.propose.records import MaskRecord, TensorRecord
+from para_core.adapters.propose.records import BlockMaskRecord, TensorRecord
 from para_core.adapters.propose.region import TEXT, ObservedRegion
 from para_core.adapters.propose.start import Lengths, grown_dims
 from para_core.plans.plan import (
@@ -137,7 +137,7 @@ class _ValueRules:
         """
         if isinstance(value, TensorRecord) and isinstance(larger, TensorRecord):
             return self._tensor_rule(parameter, value, larger)
-        if isinstance(value, MaskRecord) and isinstance(larger, MaskRecord):
+        if isinstance(value, BlockMaskRecord) and isinstance(larger, BlockMaskRecord):
             return self._mask_rule(value, larger)
         if type(value) is int and type(larger) is int and value != larger:
             return self.choice.numbers(self.region.segment)
@@ -185,7 +185,7 @@ class _ValueRules:
             return Split(dim, like=self.region.segment, only="last")
         return Split(dim, like=self.region.segment, only="first")
 
-    def _mask_rule(self, mask: MaskRecord, larger: MaskRecord) -> SplitMask | None:
+    def _mask_rule(self, mask: BlockMaskRecord, larger: BlockMaskRecord) -> SplitMask | None:
         """Return the rule for a ``BlockMask``; None if it is computed from the tokens, or no segments fit."""
         if mask.derived or mask.lengths == larger.lengths:
             return None

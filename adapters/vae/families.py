@@ -19,7 +19,7 @@ from para_core.adapters.vae.diffusion_decoder import DecoderRows
 from para_core.distributed.mesh import MeshDim
 from para_core.instance.private_class import original_class
 
-Method = Literal["exact", "tiled"]
+VaeMethod = Literal["exact", "tiled"]
 
 # Names of the first parameter of the methods that encode and decode. They cannot be read from the signatures,
 # because diffusers decorates some of the methods with functions of ``*args, **kwargs``.
@@ -225,7 +225,7 @@ def rows_per_latent(vae: Any) -> int:
 
 
 def require_parallel_vae(
-    module: nn.Module, method: Method = "exact", *, same_bits: bool = False
+    module: nn.Module, method: VaeMethod = "exact", *, same_bits: bool = False
 ) -> VaeAdapter:
     """Return the adapter of the autoencoder ``module``.
 

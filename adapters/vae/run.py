@@ -29,7 +29,7 @@ from para_core.adapters.vae.call_check import check_equal_calls
 from para_core.adapters.vae.families import (
     INPUT_NAMES,
     FamilyRows,
-    Method,
+    VaeMethod,
     dim_of_rows,
     parts_of,
     require_parallel_vae,
@@ -77,7 +77,7 @@ class VaeRun:
     """
 
     def __init__(
-        self, vae: nn.Module, row_ranks: RowRanks, method: Method, gather: GatherTo, make_mode: ImageModes
+        self, vae: nn.Module, row_ranks: RowRanks, method: VaeMethod, gather: GatherTo, make_mode: ImageModes
     ) -> None:
         self.adapter = require_parallel_vae(vae, method)
         self.row_ranks, self.ranks, self.mesh = row_ranks, row_ranks.ranks, row_ranks.mesh

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from para_core.adapters.agree.options import agree_on_options
 from para_core.adapters.registry import check_pipeline_or_model
 from para_core.adapters.vae.call import GatherTo, RowRanks
-from para_core.adapters.vae.families import Method, parts_of, require_parallel_vae
+from para_core.adapters.vae.families import VaeMethod, parts_of, require_parallel_vae
 from para_core.adapters.vae.run import VaeRun
 from para_core.adapters.weights.feature import ImageModes
 from para_core.adapters.weights.features import require_image_modes
@@ -45,7 +45,7 @@ def parallelize_vae(
     vae: Vae,
     *,
     mesh: DeviceMesh | ProcessGroup | GuidedMesh | None = None,
-    method: Method = "exact",
+    method: VaeMethod = "exact",
     gather: GatherTo = "all",
     same_bits: bool = False,
 ) -> Vae:

@@ -19,13 +19,12 @@ from torch.distributed.fsdp import OffloadPolicy
 from para_core.adapters.adapter import Adapter
 from para_core.cache.options import CacheOptions
 from para_core.distributed.agreed_inputs import AgreeOnInputs
-from para_core.distributed.mesh import GuidedMesh, MeshDim, SequenceMesh
+from para_core.distributed.mesh import AnyMesh, GuidedMesh, MeshDim
 from para_core.instance.slots import Slot
 from para_core.spatial.mode import SpatialShardMode
 
-Ranks = GuidedMesh | SequenceMesh
 # Names of methods of sharding, for signatures. The methods that exist are those of the features.
-Method = Literal["fsdp", "tensor"]
+WeightsMethod = Literal["fsdp", "tensor"]
 
 
 @dataclass(frozen=True)
@@ -56,7 +55,7 @@ class ShardMethod:
     """
 
     check_mesh: Callable[[GuidedMesh, bool], None]
-    check_component: Callable[[str, nn.Module, Ranks, Adapter | None], None]
+    check_component: Callable[[str, nn.Module, AnyMesh, Adapter | None], None]
     make_mesh: Callable[[GuidedMesh], DeviceMesh]
     shard: Callable[[nn.Module, DeviceMesh, OffloadPolicy | None, Adapter | None], None]
     mesh_of: Callable[[nn.Module], DeviceMesh | None]

@@ -20,9 +20,9 @@ from para_core.adapters.agree.loras import lora_weights
 from para_core.adapters.inspect.components import blocks_of
 from para_core.adapters.refusal import refusal
 from para_core.adapters.registry import adapter_for
-from para_core.adapters.weights.feature import Feature, Ranks, ShardMethod
+from para_core.adapters.weights.feature import Feature, ShardMethod
 from para_core.cache.options import CacheOptions
-from para_core.distributed.mesh import GuidedMesh
+from para_core.distributed.mesh import AnyMesh, GuidedMesh
 from para_core.instance.modules import is_compiled
 from para_core.plans.region import mesh_of_plan
 from para_core.torch_internals import COMPILED_CALL, compile_context
@@ -53,7 +53,7 @@ def _check_fsdp_mesh(mesh: GuidedMesh, has_transformer: bool) -> None:
         )
 
 
-def _check_fsdp_component(name: str, module: nn.Module, ranks: Ranks, adapter: Adapter | None) -> None:
+def _check_fsdp_component(name: str, module: nn.Module, ranks: AnyMesh, adapter: Adapter | None) -> None:
     check_shardable(module, _replicated_parameters(module, adapter))
 
 

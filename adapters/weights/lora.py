@@ -24,8 +24,9 @@ from torch.distributed.tensor import DTensor
 
 from para_core.adapters.agree.arguments import agree_on_values
 from para_core.adapters.agree.loras import lora_layers
-from para_core.adapters.weights.feature import Ranks, ShardMethod
+from para_core.adapters.weights.feature import ShardMethod
 from para_core.distributed.agree import together
+from para_core.distributed.mesh import AnyMesh
 from para_core.distributed.records import Record, describe_differences
 from para_core.instance.private_class import original_class
 from para_core.instance.record import (
@@ -41,12 +42,12 @@ ADDS = ("load_lora_adapter", "add_adapter", "load_adapter")
 CHANGES = (*ADDS, "fuse_lora", "unfuse_lora", "unload_lora", "delete_adapters", "delete_adapter")
 
 
-def on_all_ranks(ranks: Ranks) -> AbstractContextManager[object]:
+def on_all_ranks(ranks: AnyMesh) -> AbstractContextManager[object]:
     """Return a context that raises an exception of one of ``ranks`` on all of them. Collective at its end."""
     return together(ranks, "a LoRA could not be changed")
 
 
-def agree_on_lora(ranks: Ranks, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def agree_on_lora(ranks: AnyMesh, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Raise ``ValueError`` on all of ``ranks`` if they add different LoRAs. Collective.
 
     Ranks that hold different parts of the weights cannot compare these later. ``args`` and ``kwargs`` are the
@@ -70,7 +71,7 @@ def agree_on_lora(ranks: Ranks, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     agree_on_values(lambda: values, ranks, "the method that adds a LoRA", lambda: None, explain)
 
 
-def follow_loras(module: nn.Module, method: ShardMethod, mesh: DeviceMesh, ranks: Ranks) -> None:
+def follow_loras(module: nn.Module, method: ShardMethod, mesh: DeviceMesh, ranks: AnyMesh) -> None:
     """Wrap the LoRA methods of ``module``, whose weights ``method`` has sharded over ``mesh``, so that they
     work.
 
@@ -85,7 +86,7 @@ def follow_loras(module: nn.Module, method: ShardMethod, mesh: DeviceMesh, ranks
 class _ShardedLoras:
     """The wrappers of the LoRA methods of ``module``, whose weights ``method`` has sharded over ``mesh``."""
 
-    def __init__(self, module: nn.Module, method: ShardMethod, mesh: DeviceMesh, ranks: Ranks) -> None:
+    def __init__(self, module: nn.Module, method: ShardMethod, mesh: DeviceMesh, ranks: AnyMesh) -> None:
         self._module, self._method, self._mesh, self._ranks = module, method, mesh, ranks
         # Each access of a method makes another object, and layers share a private class, and so a compiled
         # graph, only if they have the same wrapper.

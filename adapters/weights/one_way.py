@@ -15,10 +15,10 @@ from typing import Any
 
 from torch import nn
 
-from para_core.adapters.weights.feature import Ranks
 from para_core.adapters.weights.features import features
 from para_core.adapters.weights.sharded_component import sharded_component
 from para_core.distributed.agree import together
+from para_core.distributed.mesh import AnyMesh
 from para_core.instance.modules import uncompiled
 from para_core.instance.private_class import unwrapped_class
 from para_core.instance.record import (
@@ -81,7 +81,7 @@ def check_usable(owner: Any) -> None:
 
 
 @contextmanager
-def one_way(owner: Any, modules: Iterable[nn.Module], ranks: Ranks, what: str) -> Iterator[None]:
+def one_way(owner: Any, modules: Iterable[nn.Module], ranks: AnyMesh, what: str) -> Iterator[None]:
     """Run a change of the weights of ``modules`` in the ``with`` block. Collective.
 
     ``owner`` is the pipeline whose components they are, or their model itself.

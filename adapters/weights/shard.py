@@ -27,7 +27,7 @@ from para_core.adapters.inspect.diffusers_mesh import mesh_of_diffusers
 from para_core.adapters.model_checks import check_not_fsdp1, check_not_wrapped
 from para_core.adapters.refusal import refusal
 from para_core.adapters.registry import all_components, check_pipeline_or_model, mesh_of, transformers_of
-from para_core.adapters.weights.feature import Method, Ranks
+from para_core.adapters.weights.feature import WeightsMethod
 from para_core.adapters.weights.features import method_of, require_method, shard_methods
 from para_core.adapters.weights.lora import follow_loras
 from para_core.adapters.weights.offloaded_modules import check_not_offloaded
@@ -39,7 +39,7 @@ from para_core.adapters.weights.sharded_component import (
     sharded_component,
 )
 from para_core.distributed.agree import agree, together
-from para_core.distributed.mesh import MESH_DIMS, PIPE_DIM, GuidedMesh
+from para_core.distributed.mesh import MESH_DIMS, PIPE_DIM, AnyMesh, GuidedMesh
 from para_core.distributed.records import Record, describe_first_difference
 from para_core.instance.private_class import original_class
 from para_core.instance.record import (
@@ -55,7 +55,7 @@ def shard_weights(
     pipe: Pipeline,
     mesh: Mesh | GuidedMesh | None = None,
     *,
-    method: Method = "fsdp",
+    method: WeightsMethod = "fsdp",
     components: Sequence[str] | None = None,
     offload_policy: OffloadPolicy | None = None,
 ) -> Pipeline:
@@ -138,7 +138,7 @@ class Sharding:
     method: str
     components: Mapping[str, nn.Module]
     mesh: DeviceMesh
-    ranks: Ranks
+    ranks: AnyMesh
     offload_policy: OffloadPolicy | None
     adapter: Adapter | None
 
@@ -202,7 +202,7 @@ def prepare_sharding(
             _check_sharding_options(pipe, method, offload_policy)
             _choose_components(pipe, method, components)
     foreign_mesh = _foreign_mesh(mesh, method)
-    ranks: Ranks
+    ranks: AnyMesh
     if foreign_mesh is None:
         ranks = guided_mesh_for(mesh, pipe, method)
     else:
@@ -279,7 +279,7 @@ def _choose_components(pipe: Any, method: str, components: Sequence[str] | None)
 
 
 def _check_component_fits(
-    name: str, module: nn.Module, method: str, ranks: Ranks, adapter: Adapter | None
+    name: str, module: nn.Module, method: str, ranks: AnyMesh, adapter: Adapter | None
 ) -> None:
     """Raise ``ValueError`` if ``module``, the component ``name``, cannot be sharded by ``method``."""
     if mesh_of_diffusers(module) is not None:
@@ -295,7 +295,7 @@ def _check_equal_on_ranks(
     modules: Mapping[str, nn.Module],
     method: str,
     offload_policy: OffloadPolicy | None,
-    ranks: Ranks,
+    ranks: AnyMesh,
     values: bool,
 ) -> None:
     """Raise ``ValueError`` on all ranks if they have different options or weights. Collective.

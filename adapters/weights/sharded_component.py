@@ -17,9 +17,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import OffloadPolicy
 
 from para_core.adapters.inspect.components import components_with_blocks
-from para_core.adapters.weights.feature import Ranks
 from para_core.adapters.weights.features import method_of, require_method
 from para_core.distributed.agree import agree
+from para_core.distributed.mesh import AnyMesh
 from para_core.distributed.records import Signature
 from para_core.instance.private_class import unwrapped_class
 from para_core.instance.record import (
@@ -113,7 +113,7 @@ def is_distributed(module: nn.Module) -> bool:
     return method_of(module) is not None
 
 
-def compare_calls(module: nn.Module, ranks: Ranks) -> None:
+def compare_calls(module: nn.Module, ranks: AnyMesh) -> None:
     """Wrap ``module``, whose weights are sharded, so that all of ``ranks`` compare that they make each call
     of it. Each call of it is then collective.
 
@@ -127,7 +127,7 @@ def compare_calls(module: nn.Module, ranks: Ranks) -> None:
 
 
 def _agree_and_call(
-    ranks: Ranks,
+    ranks: AnyMesh,
     name: str,
     record: Signature,
     call: Callable[..., Any],

@@ -18,9 +18,9 @@ from para_core.adapters.adapter import Adapter
 from para_core.adapters.inspect.diffusers_mesh import mesh_of_diffusers
 from para_core.adapters.refusal import refusal
 from para_core.adapters.registry import tensor_plan_for
-from para_core.adapters.weights.feature import Feature, Ranks, ShardMethod
+from para_core.adapters.weights.feature import Feature, ShardMethod
 from para_core.cache.options import CacheOptions
-from para_core.distributed.mesh import TENSOR_DIM, GuidedMesh
+from para_core.distributed.mesh import TENSOR_DIM, AnyMesh, GuidedMesh
 from para_core.instance.modules import is_compiled
 from para_core.instance.private_class import original_class
 from para_core.weights.tensor import gathered_tensors, shard_new_loras, shard_tensors, tensor_mesh
@@ -37,7 +37,7 @@ def _check_tensor_mesh(mesh: GuidedMesh, has_transformer: bool) -> None:
         )
 
 
-def _check_tensor_component(name: str, module: nn.Module, ranks: Ranks, adapter: Adapter | None) -> None:
+def _check_tensor_component(name: str, module: nn.Module, ranks: AnyMesh, adapter: Adapter | None) -> None:
     plan = _require_tensor_plan(module, f"pipe.{name}", adapter)
     check_tensor_plan(module, plan, ranks.tensor.size if isinstance(ranks, GuidedMesh) else 1)
 

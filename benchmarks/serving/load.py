@@ -32,7 +32,7 @@ from diffusers import FluxPipeline
 from benchmarks.harness import markdown_table, parser_of, read_results, write_results
 from para_core.fleet.build import find_model
 from para_core.fleet.outputs import Result, encode
-from para_core.fleet.pipeline_info import Model
+from para_core.fleet.pipeline_info import PipelineInfo
 from para_core.fleet.request import Request, call_arguments
 
 # The loads are relative to the capacity of a server.
@@ -93,7 +93,7 @@ class PlainBackend:
 
 
 @contextlib.contextmanager
-def plain_server(model: Model, port: int) -> Iterator[None]:
+def plain_server(model: PipelineInfo, port: int) -> Iterator[None]:
     # The page of the figures is written without the server.
     from para_core.fleet.http.bodies import ServerOptions
     from para_core.fleet.http.server import Server

@@ -26,7 +26,7 @@ from para_core.fleet.http.lora_folder import LoraFolder
 from para_core.fleet.image_files import open_image
 from para_core.fleet.memory import Memory
 from para_core.fleet.outputs import find_side_problem, formats_here
-from para_core.fleet.pipeline_info import Model
+from para_core.fleet.pipeline_info import PipelineInfo
 from para_core.fleet.request import Delivery, Lora, Request, estimate_pixels, request_from
 from para_core.fleet.request_schema import LARGEST_SEED, describe_error, parameter_of, request_schema
 
@@ -99,7 +99,7 @@ class ServerOptions:
         return min(self.pixels, self.memory.pixels)
 
 
-def body_schema(model: Model, options: ServerOptions) -> type[BaseModel]:
+def body_schema(model: PipelineInfo, options: ServerOptions) -> type[BaseModel]:
     """Return the pydantic model of an HTTP body: the fields of a request, and the options of OpenAI's images
     API.
     """
@@ -167,7 +167,7 @@ def read_request(
     values: Any,
     files: Mapping[str, bytes],
     schema: type[BaseModel],
-    model: Model,
+    model: PipelineInfo,
     options: ServerOptions,
     loras: LoraFolder | None,
 ) -> Request:
@@ -221,7 +221,7 @@ def read_request(
     return request
 
 
-def _validate(values: Any, schema: type[BaseModel], model: Model) -> dict[str, Any]:
+def _validate(values: Any, schema: type[BaseModel], model: PipelineInfo) -> dict[str, Any]:
     """Return the fields of a body that are set and not ignored. Raise RequestError if one is not valid."""
     try:
         # OpenAI's clients send null for a field that their user omits, so exclude_none drops such fields.
@@ -248,7 +248,7 @@ def _take_delivery(fields: dict[str, Any], options: ServerOptions) -> Delivery:
     )
 
 
-def _check_values(fields: Mapping[str, Any], files: Mapping[str, bytes], model: Model) -> None:
+def _check_values(fields: Mapping[str, Any], files: Mapping[str, bytes], model: PipelineInfo) -> None:
     """Raise ValueError if a field is nested too deeply, or is a file of the form where none is expected."""
     for name, value in fields.items():
         if _count_levels(value) > _MAX_NESTING:
@@ -257,7 +257,7 @@ def _check_values(fields: Mapping[str, Any], files: Mapping[str, bytes], model: 
             raise ValueError(f"field {name!r} is a file; expected a text or a number.")
 
 
-def _replace_seconds(fields: dict[str, Any], model: Model, fps: int) -> None:
+def _replace_seconds(fields: dict[str, Any], model: PipelineInfo, fps: int) -> None:
     """Replace the field ``seconds`` of a video by ``frames``.
     Raise ValueError if both are set, or it is no number of at least 0.
     """
@@ -287,7 +287,7 @@ def _require_few_steps(request: Request, options: ServerOptions) -> None:
             )
 
 
-def _require_short_texts(fields: Mapping[str, Any], model: Model) -> None:
+def _require_short_texts(fields: Mapping[str, Any], model: PipelineInfo) -> None:
     """Raise RequestError if a string is much longer than the model can read: a tokenizer would take minutes."""
     name = "max_sequence_length"
     tokens = fields.get(name) or model.defaults.get(name) or model.fields.get(name)
@@ -321,7 +321,7 @@ def _count_levels(value: Any) -> int:
     return 1 + max(map(_count_levels, value), default=0)
 
 
-def _require_size(request: Request, model: Model, options: ServerOptions) -> None:
+def _require_size(request: Request, model: PipelineInfo, options: ServerOptions) -> None:
     """Raise RequestError if the result has more pixels than the server takes, naming a size that would fit."""
     pixels = estimate_pixels(request, model)
     most = options.pixels

@@ -21,7 +21,7 @@ import uvicorn
 from para_core.fleet.http.bodies import ServerOptions
 from para_core.fleet.http.pool import Pool
 from para_core.fleet.http.server import Server
-from para_core.fleet.pipeline_info import Model
+from para_core.fleet.pipeline_info import PipelineInfo
 from para_core.fleet.rank import ReplicaOptions
 from para_core.fleet.recipe import Recipe
 
@@ -40,7 +40,7 @@ class _WebServer(uvicorn.Server):
 
 
 def run_server(
-    model: Model,
+    model: PipelineInfo,
     recipe: Recipe,
     options: ServerOptions,
     replica_options: ReplicaOptions,

@@ -12,13 +12,15 @@ from typing import Any
 
 from para_core.fleet.image_classes import explain_refused_image, is_image_field
 from para_core.fleet.image_files import convert_mask
-from para_core.fleet.pipeline_info import Model
+from para_core.fleet.pipeline_info import PipelineInfo
 
 # Field names of OpenAI's API, and the names that pipelines have for these fields.
 _PIPELINE_NAMES = {"mask": "mask_image", "input_reference": "image", "images": "image"}
 
 
-def with_pipeline_names(values: Mapping[str, Any], files: dict[str, bytes], model: Model) -> dict[str, Any]:
+def with_pipeline_names(
+    values: Mapping[str, Any], files: dict[str, bytes], model: PipelineInfo
+) -> dict[str, Any]:
     """Return the fields of a body with the pipeline's names, and with images as texts instead of OpenAI's
     objects.
 

@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from para_core.fleet.pipeline_info import FRAME_PARAMETERS, TINY_FLUX_FIELDS, Model, find_tiny_flux
+from para_core.fleet.pipeline_info import FRAME_PARAMETERS, TINY_FLUX_FIELDS, PipelineInfo, find_tiny_flux
 
 # Parameters of pipelines' calls whose defaults are shown.
 _SHOWN_DEFAULTS = ("num_inference_steps", "guidance_scale", "true_cfg_scale", *FRAME_PARAMETERS)
@@ -23,7 +23,7 @@ _EXAMPLE_PROMPTS = {
 _TINY_PROMPT = "a large red circle in the centre on a white background"
 
 
-def make_model_card(model: Model) -> dict[str, Any]:
+def make_model_card(model: PipelineInfo) -> dict[str, Any]:
     """Return the JSON object that describes ``model``.
 
     Besides OpenAI's fields it has ``pipeline``; ``kind``; ``defaults`` of fields that a request leaves out,
@@ -62,7 +62,7 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def _is_tiny(model: Model) -> bool:
+def _is_tiny(model: PipelineInfo) -> bool:
     with suppress(OSError):
         return Path(model.name).resolve() == find_tiny_flux().resolve()
     return False

@@ -36,7 +36,7 @@ from para_core.fleet.image_classes import explain_refused_image
 from para_core.fleet.memory import Memory
 from para_core.fleet.no_effect import warnings_of
 from para_core.fleet.outputs import Output, Result
-from para_core.fleet.pipeline_info import Model
+from para_core.fleet.pipeline_info import PipelineInfo
 from para_core.fleet.request import Request, estimate_pixels
 
 _GENERATIONS, _EDITS = "/v1/images/generations", "/v1/images/edits"
@@ -55,7 +55,7 @@ class Server:
         ending: Whether requests are being cut because the process ends. Set by the creator of the server.
     """
 
-    def __init__(self, replicas: Replicas, model: Model, options: ServerOptions) -> None:
+    def __init__(self, replicas: Replicas, model: PipelineInfo, options: ServerOptions) -> None:
         self._replicas, self._model, self._options = replicas, model, options
         self._jobs = Jobs(replicas, options, self._fits)
         # The latest results whose requests asked for a URL instead of the data.
@@ -279,7 +279,7 @@ class Server:
             waiting.cancel()
 
 
-def generation_paths(model: Model) -> tuple[str, ...]:
+def generation_paths(model: PipelineInfo) -> tuple[str, ...]:
     """Return the routes that generate with ``model``, without those that the class of its pipeline cannot
     serve.
     """
@@ -293,7 +293,7 @@ def generation_paths(model: Model) -> tuple[str, ...]:
     return tuple(paths)
 
 
-def _other_classes(model: Model, path: str) -> str:
+def _other_classes(model: PipelineInfo, path: str) -> str:
     """Return a sentence with the classes that would serve a route for images that ``model`` cannot; else ""."""
     if model.kind == "video" or path not in (_GENERATIONS, _EDITS) or path in generation_paths(model):
         return ""

@@ -12,7 +12,7 @@ from para_core.distributed.collectives import done
 # The schemas of the arguments that operators take as ``*call``: the arguments of read_plan, and ``after``,
 # which define_collective adds.
 CALL = "str call, SymInt[] numbers, float? scale, Tensor? after=None"
-INPUTS = f"Tensor query, Tensor key, Tensor value, Tensor? mask, {CALL}"
+OPERATOR_INPUTS = f"Tensor query, Tensor key, Tensor value, Tensor? mask, {CALL}"
 
 
 def plan_of(text: str, numbers: list[int], scale: float | None, *_: Any) -> AttentionPlan:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from para_core.attention.attention_plan import AttentionPlan
 from para_core.attention.features import GRADIENTS, load
-from para_core.attention.graph_calls import INPUTS, attention_shape, plan_of
+from para_core.attention.graph_calls import OPERATOR_INPUTS, attention_shape, plan_of
 from para_core.attention.usp import usp_forward
 from para_core.distributed.collectives import define_collective, done
 
@@ -65,4 +65,4 @@ def _run_attention(
     return out, done(out)
 
 
-define_collective(f"attention({INPUTS}) -> (Tensor, Tensor)", _run_attention, attention_shape)
+define_collective(f"attention({OPERATOR_INPUTS}) -> (Tensor, Tensor)", _run_attention, attention_shape)

@@ -45,7 +45,7 @@ Pack = Callable[[Sequence[Tensor]], Tensor]
 Unpack = Callable[[Tensor, Sequence[Tensor]], Sequence[Tensor]]
 
 
-class Steps(NamedTuple):
+class SwapSteps(NamedTuple):
     """Pack and unpack for tensors of certain shapes; ``send`` and ``receive`` are buffer elements per rank."""
 
     pack: Pack
@@ -54,7 +54,7 @@ class Steps(NamedTuple):
     unpack: Unpack
 
 
-class Shapes(NamedTuple):
+class SwapSizes(NamedTuple):
     """The sizes of the tensors ``[B, H, S, D]`` of one exchange, as they are on this rank before it.
 
     ``tables`` are the indices of the tensors that share a table. ``row_widths`` are the numbers of buffer
@@ -112,7 +112,7 @@ class Swap:
             len(set(numbers)) == 1 for numbers in (*self.sizes, *[[count for _, count in of] for of in heads])
         )
         # In eager code the steps for each set of shapes. Lengths in a graph may be symbolic, and so no keys.
-        self._steps: dict[Any, Steps] = {}
+        self._steps: dict[Any, SwapSteps] = {}
 
     def exchange(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         """Return the results of the exchange of ``tensors``, after all ranks of the mesh dim have sent their
@@ -141,7 +141,7 @@ class Swap:
             received = wait(start_all_to_all(buffer.view(-1), steps.send, steps.receive, self.dim))
         return steps.unpack(received, tensors)
 
-    def _plan(self, tensors: Sequence[Tensor]) -> Steps:
+    def _plan(self, tensors: Sequence[Tensor]) -> SwapSteps:
         """Return the steps for tensors with the shapes, the dtype and the device of ``tensors``."""
         shapes, dtype = [x.shape for x in tensors], tensors[0].dtype
         by_kernel = takes_kernels(tensors[0])
@@ -154,24 +154,24 @@ class Swap:
                 fitting[0].append(index)
             else:
                 tables.append([index])
-        sizes = Shapes(shapes[0][0], widths, [width + padding for width in widths], tables)
+        sizes = SwapSizes(shapes[0][0], widths, [width + padding for width in widths], tables)
         return self.plan_steps(sizes, dtype, by_kernel=by_kernel)
 
     def shares_tokens(self, index: int, other: int) -> bool:
         """Whether two tensors can share a table, because the same tokens of both are sent in the same order."""
         raise NotImplementedError
 
-    def plan_steps(self, shapes: Shapes, dtype: torch.dtype, *, by_kernel: bool) -> Steps:
+    def plan_steps(self, shapes: SwapSizes, dtype: torch.dtype, *, by_kernel: bool) -> SwapSteps:
         """Choose the cheapest way to pack and unpack tensors of these ``shapes``. ``by_kernel`` is what
         :func:`takes_kernels` says of them.
         """
         raise NotImplementedError
 
-    def numel_of_token(self, table: Sequence[int], rank: int, shapes: Shapes) -> int:
+    def numel_of_token(self, table: Sequence[int], rank: int, shapes: SwapSizes) -> int:
         """Return the number of buffer elements of one token of ``table``, with the heads of ``rank``."""
         return shapes.batch * sum([self.heads[index][rank][1] * shapes.row_widths[index] for index in table])
 
-    def numel_by_heads(self, shapes: Shapes) -> list[int]:
+    def numel_by_heads(self, shapes: SwapSizes) -> list[int]:
         """Return, for each rank, the number of buffer elements of this rank's tokens with the heads of that
         rank.
         """
@@ -186,7 +186,7 @@ class Swap:
             for rank in range(self.dim.size)
         ]
 
-    def numel_by_tokens(self, shapes: Shapes) -> list[int]:
+    def numel_by_tokens(self, shapes: SwapSizes) -> list[int]:
         """Return, for each rank, the number of buffer elements of that rank's tokens with the heads of this
         rank.
         """
@@ -202,7 +202,7 @@ class Swap:
         ]
 
     def regions(
-        self, shapes: Shapes, tokens: Sequence[Sequence[Sequence[Run]]], *, by_head: bool
+        self, shapes: SwapSizes, tokens: Sequence[Sequence[Sequence[Run]]], *, by_head: bool
     ) -> list[int]:
         """Return the regions of the buffer for a kernel, as one list of integers.
 

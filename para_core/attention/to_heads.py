@@ -18,9 +18,9 @@ from torch import Tensor
 from para_core.attention.block_rows import BlockRows
 from para_core.attention.swap import (
     Pack,
-    Shapes,
-    Steps,
     Swap,
+    SwapSizes,
+    SwapSteps,
     Unpack,
     concatenate,
     pack_regions,
@@ -41,12 +41,12 @@ class ToHeads(Swap):
     def shares_tokens(self, index: int, other: int) -> bool:
         return self.rows[index].sequence is self.rows[other].sequence
 
-    def plan_steps(self, shapes: Shapes, dtype: torch.dtype, *, by_kernel: bool) -> Steps:
+    def plan_steps(self, shapes: SwapSizes, dtype: torch.dtype, *, by_kernel: bool) -> SwapSteps:
         send, receive = self.numel_by_heads(shapes), self.numel_by_tokens(shapes)
         pack = self._choose_pack(shapes, sum(send), by_kernel=by_kernel)
-        return Steps(pack, send, receive, self._choose_unpack(shapes, dtype, by_kernel=by_kernel))
+        return SwapSteps(pack, send, receive, self._choose_unpack(shapes, dtype, by_kernel=by_kernel))
 
-    def _choose_pack(self, shapes: Shapes, numel: int, *, by_kernel: bool) -> Pack:
+    def _choose_pack(self, shapes: SwapSizes, numel: int, *, by_kernel: bool) -> Pack:
         # A single tensor takes one copy without a kernel.
         if self.wire.needs_regions or (by_kernel and len(self.rows) > 1):
             runs = [[rows.local_runs(replicated=self.replicated)] * self.dim.size for rows in self.rows]
@@ -58,7 +58,7 @@ class ToHeads(Swap):
             return partial(pack_views, view_shapes)
         return partial(self._pack, shapes, groups, numel)
 
-    def _choose_unpack(self, shapes: Shapes, dtype: torch.dtype, *, by_kernel: bool) -> Unpack:
+    def _choose_unpack(self, shapes: SwapSizes, dtype: torch.dtype, *, by_kernel: bool) -> Unpack:
         # One table needs no kernel: the results are views of it, or of one concatenation of its rows.
         if self.wire.needs_regions or (by_kernel and len(shapes.tables) > 1):
             return self._regions_unpacker(shapes, dtype)
@@ -70,13 +70,13 @@ class ToHeads(Swap):
             return partial(unpack_views, table_shape, heads)
         return partial(self._unpack_table, shapes, shapes.tables[0])
 
-    def _packs_views(self, shapes: Shapes, groups: Sequence[RankGroup]) -> bool:
+    def _packs_views(self, shapes: SwapSizes, groups: Sequence[RankSlices]) -> bool:
         """Whether one view of each tensor, of all its tokens and heads, shows the slices of all ranks."""
         if len(groups) > 1 or len(shapes.tables) > 1 or self._leaves_out_replicated:
             return False
         return all(step == count for _, count, step in groups[0].heads)
 
-    def _view_shape(self, shapes: Shapes, index: int) -> tuple[int, ...]:
+    def _view_shape(self, shapes: SwapSizes, index: int) -> tuple[int, ...]:
         """Return the shape ``[B, ranks, heads, S, D]`` of tensor ``index``."""
         tokens = self.sizes[index][self.dim.index]
         return (shapes.batch, self.dim.size, self.heads[index][0][1], tokens, shapes.widths[index])
@@ -87,7 +87,7 @@ class ToHeads(Swap):
         return not self.replicated and any(rows.replicates for rows in self.rows)
 
     def _pack(
-        self, shapes: Shapes, groups: Sequence[RankGroup], numel: int, tensors: Sequence[Tensor]
+        self, shapes: SwapSizes, groups: Sequence[RankSlices], numel: int, tensors: Sequence[Tensor]
     ) -> Tensor:
         """Pack with one copy if all ranks get equally many heads, otherwise with one copy per group of equal ranks."""
         if self._leaves_out_replicated:
@@ -119,7 +119,7 @@ class ToHeads(Swap):
         return buffer
 
     def _unpack_table(
-        self, shapes: Shapes, members: Sequence[int], buffer: Tensor, tensors: Sequence[Tensor]
+        self, shapes: SwapSizes, members: Sequence[int], buffer: Tensor, tensors: Sequence[Tensor]
     ) -> Sequence[Tensor]:
         """Return views of the received table if its tokens are in order, otherwise of one concatenation of its rows."""
         heads = [self.heads[index][self.dim.index][1] for index in members]
@@ -169,7 +169,9 @@ class ToHeads(Swap):
                 parts.append(table.narrow(0, starts[rank][number], row.length))
         return concatenate(parts, 0)
 
-    def _unpack_tables(self, shapes: Shapes, buffer: Tensor, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    def _unpack_tables(
+        self, shapes: SwapSizes, buffer: Tensor, tensors: Sequence[Tensor]
+    ) -> Sequence[Tensor]:
         """Concatenate the parts of each table, and put its rows in order."""
         buffer, results = buffer.view(-1), list(tensors)
         received: list[list[Tensor]] = [[] for _ in shapes.tables]
@@ -186,7 +188,7 @@ class ToHeads(Swap):
                 results[index] = block
         return results
 
-    def _regions_unpacker(self, shapes: Shapes, dtype: torch.dtype) -> Unpack:
+    def _regions_unpacker(self, shapes: SwapSizes, dtype: torch.dtype) -> Unpack:
         """Return the function that unpacks by a kernel. It copies replicated tokens and does not sum them, so
         it is not for an exchange with ``replicated``: that of the gradient of the output, a single tensor
         that is sent as it is.
@@ -230,7 +232,7 @@ def _put_in_order(rows: BlockRows, table: Tensor, local: Sequence[Tensor]) -> Te
     return table
 
 
-class RankGroup(NamedTuple):
+class RankSlices(NamedTuple):
     """Consecutive ranks from ``first`` on whose slices of heads are equally large and begin at equal
     distances.
 
@@ -243,30 +245,30 @@ class RankGroup(NamedTuple):
     heads: tuple[tuple[int, int, int], ...]
 
 
-def group_equal_ranks(heads: Sequence[Sequence[Run]]) -> list[RankGroup]:
+def group_equal_ranks(heads: Sequence[Sequence[Run]]) -> list[RankSlices]:
     """Split the ranks into groups with equal numbers of heads. ``heads[k][i]`` is the run of rank i for
     tensor k.
 
     >>> group_equal_ranks([[(0, 2), (2, 2), (4, 1)]])
-    [RankGroup(first=0, number=2, heads=((0, 2, 2),)), RankGroup(first=2, number=1, heads=((4, 1, 1),))]
+    [RankSlices(first=0, number=2, heads=((0, 2, 2),)), RankSlices(first=2, number=1, heads=((4, 1, 1),))]
     """
-    groups: list[RankGroup] = []
+    groups: list[RankSlices] = []
     for rank, runs in enumerate(zip(*heads, strict=True)):
         steps = None
         if groups:
             steps = _steps_to(groups[-1], runs)
         if steps is None:
-            groups.append(RankGroup(rank, 1, tuple([(start, count, count) for start, count in runs])))
+            groups.append(RankSlices(rank, 1, tuple([(start, count, count) for start, count in runs])))
         else:
             last = groups[-1]
             grown = tuple(
                 [(start, count, step) for (start, count, _), step in zip(last.heads, steps, strict=True)]
             )
-            groups[-1] = RankGroup(last.first, last.number + 1, grown)
+            groups[-1] = RankSlices(last.first, last.number + 1, grown)
     return groups
 
 
-def _steps_to(group: RankGroup, runs: Sequence[Run]) -> list[int] | None:
+def _steps_to(group: RankSlices, runs: Sequence[Run]) -> list[int] | None:
     """Return the step of each run of ``group`` if a rank with ``runs`` joins it; None if it cannot.
 
     If the group has only one rank, its step is still open: it may become ``count`` or 0.
@@ -283,7 +285,7 @@ def _steps_to(group: RankGroup, runs: Sequence[Run]) -> list[int] | None:
     return steps
 
 
-def view_heads(x: Tensor, group: RankGroup, run: tuple[int, int, int]) -> Tensor:
+def view_heads(x: Tensor, group: RankSlices, run: tuple[int, int, int]) -> Tensor:
     """Return a view ``[ranks, S, B, heads, D]`` of ``x``, ``[B, H, S, D]``, that shows the heads of each rank."""
     start, count, step = run
     batch, heads, tokens, width = x.shape
@@ -298,8 +300,8 @@ def view_heads(x: Tensor, group: RankGroup, run: tuple[int, int, int]) -> Tensor
 
 
 def _parts_of_groups(
-    buffer: Tensor, groups: Sequence[RankGroup], swap: ToHeads, shapes: Shapes
-) -> Iterator[tuple[RankGroup, Tensor]]:
+    buffer: Tensor, groups: Sequence[RankSlices], swap: ToHeads, shapes: SwapSizes
+) -> Iterator[tuple[RankSlices, Tensor]]:
     """Yield each group of ranks with its part of the buffer, ``[ranks, elements per rank]``."""
     offset = 0
     for group in groups:

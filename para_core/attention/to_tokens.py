@@ -18,9 +18,9 @@ from torch import Tensor
 from para_core.attention.block_rows import BlockRows
 from para_core.attention.swap import (
     Pack,
-    Shapes,
-    Steps,
     Swap,
+    SwapSizes,
+    SwapSteps,
     Unpack,
     concatenate,
     pack_block,
@@ -46,31 +46,31 @@ class ToTokens(Swap):
     def shares_tokens(self, index: int, other: int) -> bool:
         return self.rows[index] is self.rows[other]
 
-    def plan_steps(self, shapes: Shapes, dtype: torch.dtype, *, by_kernel: bool) -> Steps:
+    def plan_steps(self, shapes: SwapSizes, dtype: torch.dtype, *, by_kernel: bool) -> SwapSteps:
         send, receive = self.numel_by_tokens(shapes), self.numel_by_heads(shapes)
         if self.wire.needs_regions or (by_kernel and len(self.rows) > 1):
             return self._plan_by_regions(shapes, send, receive, dtype)
         if len(self.rows) > 1:
-            return Steps(partial(self._pack, shapes), send, receive, partial(self._unpack, shapes))
+            return SwapSteps(partial(self._pack, shapes), send, receive, partial(self._unpack, shapes))
         pack: Pack = partial(self._pack_one, self.rows[0])
         if self.rows[0].is_rank_by_rank:
             pack = pack_block
-        return Steps(pack, send, receive, self._choose_unpack_of_one(shapes))
+        return SwapSteps(pack, send, receive, self._choose_unpack_of_one(shapes))
 
     def _plan_by_regions(
-        self, shapes: Shapes, send: list[int], receive: list[int], dtype: torch.dtype
-    ) -> Steps:
+        self, shapes: SwapSizes, send: list[int], receive: list[int], dtype: torch.dtype
+    ) -> SwapSteps:
         ranks = range(self.dim.size)
         blocks = [[self._runs_in_block(rows, rank) for rank in ranks] for rows in self.rows]
         pack = partial(pack_regions, self.wire, self.regions(shapes, blocks, by_head=False), sum(send))
         has_all_tokens = self.replicated or not any(rows.replicates for rows in self.rows)
         if has_all_tokens and all(_are_disjoint(heads) for heads in self.heads):
-            return Steps(pack, send, receive, self._regions_unpacker(shapes, dtype))
+            return SwapSteps(pack, send, receive, self._regions_unpacker(shapes, dtype))
         # Regions are copied, not added up. Only gradients get here, and they are sent as they are
         # (UlyssesPlan): this could not read another format.
-        return Steps(pack, send, receive, partial(self._unpack, shapes))
+        return SwapSteps(pack, send, receive, partial(self._unpack, shapes))
 
-    def _choose_unpack_of_one(self, shapes: Shapes) -> Unpack:
+    def _choose_unpack_of_one(self, shapes: SwapSizes) -> Unpack:
         """Return the function that unpacks a single tensor. Ranks without heads send nothing."""
         tokens = self.sizes[0][self.dim.index]
         counts = [count for _, count in self.heads[0] if count] or [0]
@@ -86,7 +86,7 @@ class ToTokens(Swap):
         ]
         return join_neighbours(runs)
 
-    def _regions_unpacker(self, shapes: Shapes, dtype: torch.dtype) -> Unpack:
+    def _regions_unpacker(self, shapes: SwapSizes, dtype: torch.dtype) -> Unpack:
         runs = [[rows.local_runs(replicated=True)] * self.dim.size for rows in self.rows]
         regions = self.regions(shapes, runs, by_head=True)
         # B, H, S and D of each result.
@@ -103,7 +103,7 @@ class ToTokens(Swap):
         runs = rows.sent_blocks(replicated=self.replicated) or [(0, 0)]
         return concatenate([table.narrow(0, *run) for run in runs], 0).contiguous()
 
-    def _pack(self, shapes: Shapes, tensors: Sequence[Tensor]) -> Tensor:
+    def _pack(self, shapes: SwapSizes, tensors: Sequence[Tensor]) -> Tensor:
         """Concatenate the heads of each table, and the tokens of each rank."""
         tables = [
             concatenate([tensors[index].permute(2, 0, 1, 3) for index in members], 2)
@@ -122,7 +122,7 @@ class ToTokens(Swap):
                 parts += [table.narrow(0, *run).reshape(-1) for run in runs]
         return torch.cat([tables[0].new_empty(0), *parts])
 
-    def _unpack(self, shapes: Shapes, buffer: Tensor, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    def _unpack(self, shapes: SwapSizes, buffer: Tensor, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         """Bring the heads of each tensor together, and its tokens into the order of this rank's tensor."""
         buffer, offset, index_of_rank = buffer.view(-1), 0, self.dim.index
         slices: list[list[Tensor]] = [[] for _ in tensors]

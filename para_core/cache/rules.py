@@ -88,12 +88,12 @@ MODULATED_INPUT = Rule(
 RULES = {rule.name: rule for rule in (FIRST_BLOCK, MODULATED_INPUT)}
 
 
-Value = TypeVar("Value", Rule, Forecast)
+NamedChoice = TypeVar("NamedChoice", Rule, Forecast)
 
 
 def look_up(
-    option: str, value: Any, kind: type[Value], by_name: Mapping[str, Value], otherwise: str = ""
-) -> Value:
+    option: str, value: Any, kind: type[NamedChoice], by_name: Mapping[str, NamedChoice], otherwise: str = ""
+) -> NamedChoice:
     """Return ``value`` if it is a ``kind``, else the one with this name in ``by_name``.
 
     Args:

@@ -17,7 +17,7 @@ Streams = tuple[Tensor | None, ...]
 # The names of the fields that lead from an argument to a tensor, and the tensor.
 FieldValue = tuple[tuple[str, ...], Any]
 # The shapes of a block's streams, with None for a stream whose value is None.
-Shapes = list[tuple[int, ...] | None]
+StreamShapes = list[tuple[int, ...] | None]
 
 
 class StreamValues(NamedTuple):
@@ -92,9 +92,9 @@ def with_field(value: Any, path: tuple[str, ...], new: Any) -> Any:
     return replace(value, **{path[0]: new})
 
 
-def shapes_of(streams: Iterable[Any]) -> Shapes:
+def shapes_of(streams: Iterable[Any]) -> StreamShapes:
     """Return the shape of each stream; None for a stream that is None."""
-    shapes: Shapes = []
+    shapes: StreamShapes = []
     for x in streams:
         if isinstance(x, Tensor):
             shapes.append(tuple(x.shape))
@@ -103,7 +103,7 @@ def shapes_of(streams: Iterable[Any]) -> Shapes:
     return shapes
 
 
-def shape_error(cls: str, streams: tuple[str, ...], before: Shapes, after: Shapes) -> ValueError:
+def shape_error(cls: str, streams: tuple[str, ...], before: StreamShapes, after: StreamShapes) -> ValueError:
     """Return the error for a block of the class ``cls`` that changed the shapes of its ``streams``."""
     shapes = f"was given {streams} of shapes {before}, and returned shapes {after}"
     if _are_sharded(before, after):
@@ -118,7 +118,7 @@ def shape_error(cls: str, streams: tuple[str, ...], before: Shapes, after: Shape
     )
 
 
-def _are_sharded(before: Shapes, after: Shapes) -> bool:
+def _are_sharded(before: StreamShapes, after: StreamShapes) -> bool:
     """Whether the shapes of a stream differ in one dim that is neither the first (batch) nor the last (channels)."""
     if len(before) != len(after) or sorted(map(str, before)) == sorted(map(str, after)):
         return False

@@ -17,7 +17,7 @@ from para_core.comparison.call_record import CallRecord, EntryKind, RecordEntry
 from para_core.comparison.clues import clues_for
 from para_core.comparison.digests import Digest
 from para_core.comparison.model_inputs import ModelInputs
-from para_core.comparison.runs import Method, ParallelRun, run_on_one_rank, run_parallel
+from para_core.comparison.runs import AttentionDim, ParallelRun, run_on_one_rank, run_parallel
 from para_core.comparison.tensor_parts import differing_dims, largest_error, relative_error
 from para_core.comparison.virtual_ranks import first_error
 from para_core.instance.private_class import original_class
@@ -74,7 +74,7 @@ def find_first_difference(
     module: nn.Module,
     inputs: ModelInputs,
     run: ParallelRun,
-    method: Method,
+    method: AttentionDim,
     ranks: int,
     expected: Sequence[Tensor] = (),
     *,

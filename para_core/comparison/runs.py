@@ -30,7 +30,7 @@ from para_core.plans.current_call import segments_under_way
 from para_core.plans.plan import Plan
 
 # The mesh dim over which ranks share attention.
-Method = Literal["ring", "ulysses"]
+AttentionDim = Literal["ring", "ulysses"]
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ def run_parallel(
     module: nn.Module,
     inputs: ModelInputs,
     run: ParallelRun,
-    method: Method,
+    method: AttentionDim,
     ranks: int,
     *,
     record: bool = False,

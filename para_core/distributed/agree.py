@@ -41,7 +41,7 @@ from torch import Tensor
 from para_core.distributed.collectives import all_gather_into
 from para_core.distributed.groups import host_group
 from para_core.distributed.late_ranks import PATIENCE, Unanswered, wait_for_late_ranks
-from para_core.distributed.mesh import GuidedMesh, MeshDim, SequenceMesh
+from para_core.distributed.mesh import AnyMesh, MeshDim
 from para_core.distributed.records import Record, Signature, describe_first_difference
 from para_core.foreign_errors import is_closed_connection
 from para_core.torch_internals import DisableTransforms
@@ -62,12 +62,12 @@ class HostGroups:
     :func:`all_gather_bytes` fills it, by names of mesh dims.
     """
 
-    def __init__(self, mesh: SequenceMesh | GuidedMesh) -> None:
+    def __init__(self, mesh: AnyMesh) -> None:
         self.dims = tuple([dim for dim in mesh.dims if dim.size > 1])
         self.by_dim: dict[str, dist.ProcessGroup] = {}
 
 
-Ranks = SequenceMesh | GuidedMesh | HostGroups
+AgreeingRanks = AnyMesh | HostGroups
 
 # The exceptions that keep their type on the other ranks. Others become a ValueError in agree() and exchange(), which
 # take the errors of invalid input, and a RuntimeError in together(), whose step may fail for any reason.
@@ -79,7 +79,7 @@ _RAISED_ON = "_para_core_raised_on"
 
 def agree(
     record: Record | Signature | Exception,
-    ranks: Ranks,
+    ranks: AgreeingRanks,
     numbers: Sequence[int] = (),
     *,
     explain: Callable[[list[Record]], str] = describe_first_difference,
@@ -151,7 +151,7 @@ _NOTHING_WRONG = Signature.of({})
 
 
 @contextmanager
-def together(ranks: SequenceMesh | GuidedMesh, what: str, *, call: str = "this call") -> Iterator[None]:
+def together(ranks: AnyMesh, what: str, *, call: str = "this call") -> Iterator[None]:
     """Return a context manager that raises an exception of one rank on all ``ranks``, with ``what`` as
     prefix.
 
@@ -174,9 +174,7 @@ def together(ranks: SequenceMesh | GuidedMesh, what: str, *, call: str = "this c
     agree(_NOTHING_WRONG, ranks, call=call)
 
 
-def raise_on_all_ranks(
-    error: Exception, ranks: SequenceMesh | GuidedMesh, what: str, *, call: str = "this call"
-) -> NoReturn:
+def raise_on_all_ranks(error: Exception, ranks: AnyMesh, what: str, *, call: str = "this call") -> NoReturn:
     """Raise ``error``, an exception of this rank, on all ``ranks``, with ``what`` as prefix. Collective.
 
     The other ranks take part by their next :func:`agree` or :func:`together`, which then raises. If they all
@@ -196,7 +194,7 @@ def raise_on_all_ranks(
     raise error
 
 
-def exchange(value: Any, ranks: SequenceMesh | GuidedMesh) -> list[Any]:
+def exchange(value: Any, ranks: AnyMesh) -> list[Any]:
     """Return the ``value`` of every rank, in rank order. Collective.
 
     It is no agreement: the values differ by right, such as the shapes of each rank's tiles or its host. They
@@ -219,7 +217,7 @@ def exchange(value: Any, ranks: SequenceMesh | GuidedMesh) -> list[Any]:
     return [pickle.loads(data) for data in gathered]
 
 
-def broadcast_bytes(x: Tensor, mesh: SequenceMesh | GuidedMesh) -> Tensor:
+def broadcast_bytes(x: Tensor, mesh: AnyMesh) -> Tensor:
     """Return the ``x`` of the first rank of ``mesh``. For eager code only. Collective.
 
     ``x`` is a uint8 CPU tensor of the same length on all ranks.
@@ -247,19 +245,19 @@ def _raise_first_error(encoded: list[bytes], lengths: list[int]) -> None:
             raise kind(f"mesh rank {rank}: {record['error']}")
 
 
-def _groups_of(ranks: Ranks) -> tuple[str, ...]:
+def _groups_of(ranks: AgreeingRanks) -> tuple[str, ...]:
     """Return the names of the process groups that connect ``ranks``; none if there is one rank."""
     return tuple([dim.group_name for dim in ranks.dims if dim.size > 1])
 
 
-def _all_gather_data(data: bytes, lengths: list[int], ranks: Ranks) -> list[bytes]:
+def _all_gather_data(data: bytes, lengths: list[int], ranks: AgreeingRanks) -> list[bytes]:
     """Return the ``data`` of all ranks, whose sizes are the magnitudes of ``lengths``. Collective."""
     size = max(map(abs, lengths))
     gathered = _all_gather_rows(data.ljust(size), ranks)
     return [gathered[rank * size :][: abs(length)] for rank, length in enumerate(lengths)]
 
 
-def _all_gather_rows(row: bytes, ranks: Ranks, call: str = "this call") -> bytes:
+def _all_gather_rows(row: bytes, ranks: AgreeingRanks, call: str = "this call") -> bytes:
     """Return the concatenation of ``row`` from all ranks, in their order. All rows have the same length.
     Collective.
 

@@ -25,8 +25,7 @@ from para_core.distributed.mesh import (
     MESH_DIMS,
     PIPE_DIM,
     TENSOR_DIM,
-    GuidedMesh,
-    SequenceMesh,
+    AnyMesh,
     all_ranks,
     check_process_group,
     guided_mesh,
@@ -198,7 +197,7 @@ def _mesh_of_shape(device_type: str, shape: tuple[int, ...], names: tuple[str, .
     return DeviceMesh.from_group(groups, device_type, mesh=mesh.mesh.view(shape), mesh_dim_names=names)
 
 
-def check_distinct_gpus(mesh: DeviceMesh | ProcessGroup, ranks: GuidedMesh | SequenceMesh) -> None:
+def check_distinct_gpus(mesh: DeviceMesh | ProcessGroup, ranks: AnyMesh) -> None:
     """Raise ``RuntimeError`` on every rank of ``mesh`` if two ranks have the same current GPU, which NCCL
     refuses. Collective.
 

@@ -38,16 +38,16 @@ _BEFORE_TIMEOUT = 2.0
 # Seconds to wait for an answer of the store.
 _ANSWER = 2.0
 
-Result = TypeVar("Result")
+Returned = TypeVar("Returned")
 
 
 class Unanswered(RuntimeError):
     """The error that is raised if another rank did not take part in an exchange before the timeout, or has died."""
 
 
-def ask_store(query: Callable[[Any], Result], default: Result, seconds: float) -> Result:
+def ask_store(query: Callable[[Any], Returned], default: Returned, seconds: float) -> Returned:
     """Return ``query(store)``; ``default`` if torch's store does not answer within ``seconds`` or is gone."""
-    results: list[Result] = []
+    results: list[Returned] = []
 
     def run() -> None:
         try:

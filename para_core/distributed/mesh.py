@@ -223,6 +223,9 @@ class GuidedMesh:
         _check_alive(self.dims)
 
 
+AnyMesh = GuidedMesh | SequenceMesh
+
+
 def one_guided_rank(device_type: str) -> GuidedMesh:
     """Return a mesh of this rank alone, without process groups."""
     return GuidedMesh(

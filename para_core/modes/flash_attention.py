@@ -81,7 +81,7 @@ class _FlashCall(NamedTuple):
     lengths: LengthCheck | None
 
 
-def flash_attention(
+def attend_by_flash_operator(
     handler: SdpaHandler, fail: Fail, operator: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[Tensor, ...]:
     """Run a forward operator of FlashAttention as an SDPA call, computed by ``handler``, and return all its
@@ -334,7 +334,7 @@ def _backward(operator: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]
 def _route_flash(
     owner: AttentionOwner, operator: Operator, args: Sequence[Any], kwargs: Any
 ) -> tuple[Tensor, ...]:
-    return flash_attention(owner.attend, owner.fail, operator, args, kwargs)
+    return attend_by_flash_operator(owner.attend, owner.fail, operator, args, kwargs)
 
 
 register_operator(is_flash_attention, _route_flash)

@@ -22,7 +22,7 @@ from para_core.same_bits.one_process import OneProcess, Tokens
 _ALIGNMENT = 64
 
 # A function, with what its bits may depend on.
-Kind = tuple[Any, ...]
+CallKind = tuple[Any, ...]
 
 
 class TorchCall(NamedTuple):
@@ -46,7 +46,7 @@ class TorchCall(NamedTuple):
         return weight
 
     @property
-    def kind(self) -> Kind:
+    def kind(self) -> CallKind:
         """The function, and what the bits of its result may depend on, besides the elements of the tensors."""
         # Another dim or stride of a convolution is another function.
         others = [*self.args, *[value for _, value in sorted(self.kwargs.items())]]

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from para_core.same_bits.at_place import Kind, TorchCall
+from para_core.same_bits.at_place import CallKind, TorchCall
 from para_core.same_bits.one_process import UNKNOWN, Sequences
 
 
@@ -19,9 +19,9 @@ class Found:
             its rows in one process.
     """
 
-    at_place: set[Kind] = field(default_factory=set)
+    at_place: set[CallKind] = field(default_factory=set)
     # The sequences whose tokens functions get, by kind: several, if it gets those of several.
-    _sequences: dict[Kind, set[Sequences]] = field(default_factory=dict)
+    _sequences: dict[CallKind, set[Sequences]] = field(default_factory=dict)
     # The same by the weight of linear products.
     _sequences_for: WeakTensorKeyDictionary = field(default_factory=WeakTensorKeyDictionary)
 

@@ -27,9 +27,9 @@ from para_core.same_bits.device_settings import check_workspaces, deterministic_
 from para_core.same_bits.placed_rows import PlacedRows, bits_key, copy_part, run_rows
 from para_core.spatial.convolution import WindowedCall, read_convolution, read_pool
 from para_core.spatial.fetch import fetch_rows, gather_rows
-from para_core.spatial.mode import RULES, SpatialShardMode, rules_by_name
+from para_core.spatial.mode import ROW_RULES, SpatialShardMode, rules_by_name
 from para_core.spatial.products import operands_of
-from para_core.spatial.row_tag import RowTag, refusal, rows_of, set_rows
+from para_core.spatial.row_tag import RowTag, mixing_error, rows_of, set_rows
 from para_core.spatial.rules import REDUCTIONS, align, argument, bind, dims_of, require_rows
 from para_core.torch_functions import Function, name_of
 from para_core.torch_internals import DisableTorchFunction, is_compiled_code
@@ -98,14 +98,14 @@ class SameBitsRows(SpatialShardMode):
 
 def _run_on_rows(mode: SameBitsRows, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Run a function whose rows do not depend on each other."""
-    return run_rows(mode.placed, mode.ranks, RULES[name_of(func)], func, args, kwargs)
+    return run_rows(mode.placed, mode.ranks, ROW_RULES[name_of(func)], func, args, kwargs)
 
 
 def _elementwise(mode: SameBitsRows, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Run an elementwise function after its sharded arguments were brought to one layout."""
     lead = next((x for x in (*args, *kwargs.values()) if rows_of(x) is not None), None)
     if lead is None:
-        return RULES[name_of(func)](mode.ranks, func, args, kwargs)
+        return ROW_RULES[name_of(func)](mode.ranks, func, args, kwargs)
 
     def fit(x: Any) -> Any:
         if rows_of(x) is None:
@@ -119,7 +119,7 @@ def _sum(mode: SameBitsRows, func: Function, args: Sequence[Any], kwargs: dict[s
     """Run a sum or a difference. With ``alpha`` it may round once or twice."""
     if "alpha" in kwargs:
         return _elementwise(mode, func, args, kwargs)
-    return RULES[name_of(func)](mode.ranks, func, args, kwargs)
+    return ROW_RULES[name_of(func)](mode.ranks, func, args, kwargs)
 
 
 def _run_if_real(mode: SameBitsRows, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -129,8 +129,8 @@ def _run_if_real(mode: SameBitsRows, func: Function, args: Sequence[Any], kwargs
     values = (*args, *kwargs.values())
     if any(isinstance(x, complex) or (isinstance(x, Tensor) and x.is_complex()) for x in values):
         rows = next((rows for x in values if (rows := rows_of(x)) is not None), None)
-        raise refusal(func, rows, "same_bits=True does not compute with complex numbers")
-    return RULES[name_of(func)](mode.ranks, func, args, kwargs)
+        raise mixing_error(func, rows, "same_bits=True does not compute with complex numbers")
+    return ROW_RULES[name_of(func)](mode.ranks, func, args, kwargs)
 
 
 def _align_to_lead(ranks: MeshDim, func: Function, x: Tensor, lead: Tensor) -> Tensor:
@@ -151,7 +151,7 @@ def _align_to_lead(ranks: MeshDim, func: Function, x: Tensor, lead: Tensor) -> T
 def _run_on_all_rows(mode: SameBitsRows, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Run a function on all rows, in full on each rank, and return this rank's rows. Collective."""
     # The rule says how many rows each rank gets, and raises for what has none.
-    rows = rows_of(RULES[name_of(func)](mode.ranks, func, args, kwargs))
+    rows = rows_of(ROW_RULES[name_of(func)](mode.ranks, func, args, kwargs))
     wholes = [gather_as_is(mode.ranks, x) for x in args]
     out = func(*wholes, **{name: gather_as_is(mode.ranks, x) for name, x in kwargs.items()})
     if rows is None:
@@ -175,7 +175,7 @@ def _reduction(mode: SameBitsRows, func: Function, args: Sequence[Any], kwargs: 
     position, _ = REDUCTIONS[name_of(func)]
     dim = argument(args, kwargs, "dim", position)
     if rows is None or isinstance(dim, Tensor):
-        return RULES[name_of(func)](mode.ranks, func, args, kwargs)
+        return ROW_RULES[name_of(func)](mode.ranks, func, args, kwargs)
     # A bool at this position is ``unbiased``, as in x.var(False), which reduces all dims.
     if isinstance(dim, bool) or rows.dim in dims_of(dim, x.ndim):
         return _run_on_all_rows(mode, func, args, kwargs)
@@ -189,7 +189,7 @@ def _group_norm(mode: SameBitsRows, func: Function, args: Sequence[Any], kwargs:
     )
     rows = rows_of(x)
     if rows is None or rows.dim == 1:
-        raise refusal(func, rows, "its channels are sharded, or only its weights")
+        raise mixing_error(func, rows, "its channels are sharded, or only its weights")
     if rows.dim == 0:
         return _run_on_rows(mode, func, args, kwargs)  # type: ignore[no-any-return]
     if x.shape[1] % groups:
@@ -258,7 +258,7 @@ def _run_attention(mode: SameBitsRows, func: Function, args: Sequence[Any], kwar
         for name in ("key", "value"):
             named[name] = gather_as_is(mode.ranks, named[name])
     if rows_of(named["query"]) is None or rows_of(named["key"]) is not None:
-        return RULES[name_of(func)](mode.ranks, func, (), named)
+        return ROW_RULES[name_of(func)](mode.ranks, func, (), named)
     return _run_on_rows(mode, func, (), named)
 
 
@@ -286,7 +286,7 @@ def _interpolate(mode: SameBitsRows, func: Function, args: Sequence[Any], kwargs
     """Run ``F.interpolate``: of gathered rows, unless it only copies them. Collective."""
     resampling = argument(args, kwargs, "mode", 3, "nearest")
     if resampling in ("nearest", "nearest-exact"):
-        return RULES[name_of(func)](mode.ranks, func, args, kwargs)
+        return ROW_RULES[name_of(func)](mode.ranks, func, args, kwargs)
     return _run_on_all_rows(mode, func, args, kwargs)
 
 

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from para_core.same_bits.at_place import Kind, TorchCall, compute_at_place, sizes_in_one_process
+from para_core.same_bits.at_place import CallKind, TorchCall, compute_at_place, sizes_in_one_process
 from para_core.same_bits.flash_splits import AttentionSizes, flash_splits
 from para_core.same_bits.found import Found
 from para_core.same_bits.one_process import OneProcess, Tokens
@@ -91,9 +91,9 @@ class RowCheck:
     shares_samples: bool = False
     findings: list[str] = field(default_factory=list)
     products: list[LinearProduct] = field(default_factory=list)
-    _seen: set[Kind] = field(default_factory=set)
+    _seen: set[CallKind] = field(default_factory=set)
     # The numbers of rows with the same bits, by the kind of a product of few rows.
-    _tried: dict[Kind, frozenset[int]] = field(default_factory=dict)
+    _tried: dict[CallKind, frozenset[int]] = field(default_factory=dict)
 
     def compare(self, call: TorchCall, one_process: OneProcess, tokens: Tokens, output: Tensor) -> Tensor:
         """Return ``output``, the result of ``call``, with the bits of one process; or note a finding.

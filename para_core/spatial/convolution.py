@@ -17,13 +17,13 @@ from torch import Tensor
 from para_core.distributed.mesh import MeshDim
 from para_core.layout.windows import bounds_of, plan_convolution, plan_overlap, plan_transposed
 from para_core.spatial.fetch import fetch_rows, start_fetch
-from para_core.spatial.row_tag import RowTag, refusal, set_rows
+from para_core.spatial.row_tag import RowTag, mixing_error, set_rows
 from para_core.spatial.rules import bind, only_first, require_rows
 from para_core.torch_functions import Function, name_of
 
 # A function run(x, padding) that computes an operator on local rows, with ``padding`` rows of padding at
 # either end.
-Run = Callable[[Tensor, int], Tensor]
+RunSlices = Callable[[Tensor, int], Tensor]
 
 
 class WindowedCall(NamedTuple):
@@ -41,7 +41,7 @@ class WindowedCall(NamedTuple):
     extent: int
     stride: int
     padding: int
-    run: Run
+    run: RunSlices
     fill: float = 0.0
 
 
@@ -82,7 +82,9 @@ def read_convolution(func: Function, args: Sequence[Any], kwargs: dict[str, Any]
     strides, dilations = _sizes_per_dim(stride, spatial), _sizes_per_dim(dilation, spatial)
     extents = [d * (k - 1) + 1 for d, k in zip(dilations, weight.shape[2:], strict=True)]
     if padding == "same" and any(extent % 2 == 0 for extent in extents):
-        raise refusal(func, rows, f"padding='same' of windows of {extents} rows is not the same at both ends")
+        raise mixing_error(
+            func, rows, f"padding='same' of windows of {extents} rows is not the same at both ends"
+        )
     if padding == "same":
         paddings = [extent // 2 for extent in extents]
     elif padding == "valid":
@@ -153,9 +155,9 @@ def _spatial_axis(
     x, rows = only_first(func, args, kwargs)
     axis = rows.dim - (x.ndim - spatial)
     if axis >= 0 and rows.outer > 1:
-        raise refusal(func, rows, "its windows would span the rows of two frames")
+        raise mixing_error(func, rows, "its windows would span the rows of two frames")
     if axis < 0 and (rows.dim != 0 or x.ndim != spatial + 2):
-        raise refusal(func, rows, "its channels are sharded")
+        raise mixing_error(func, rows, "its channels are sharded")
     if axis < 0:
         return rows, None
     return rows, axis
@@ -241,7 +243,7 @@ def read_pool(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Wi
     if stride is not None and stride != []:
         strides = _sizes_per_dim(stride, spatial)
     if ceil_mode or unsupported:
-        raise refusal(
+        raise mixing_error(
             func,
             rows,
             "ceil_mode, return_indices, divisor_override and count_include_pad=False are not supported",
@@ -294,7 +296,7 @@ def run_stft(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[s
     )
     _, rows = only_first(func, args, kwargs)
     if rows.dim != x.ndim - 1 or rows.outer > 1 or center:
-        raise refusal(func, rows, "center=True and a sharded batch are not supported")
+        raise mixing_error(func, rows, "center=True and a sharded batch are not supported")
     if hop is None:
         hop = size // 4
     plan = plan_convolution(rows.sizes, size, hop, 0)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from para_core.distributed.mesh import MeshDim
 from para_core.spatial.fetch import part_of
-from para_core.spatial.row_tag import RowTag, ShardedSize, local_sizes, refusal, set_rows, sharded_dim
+from para_core.spatial.row_tag import RowTag, ShardedSize, local_sizes, mixing_error, set_rows, sharded_dim
 from para_core.spatial.rules import argument
 from para_core.torch_functions import Function, name_of
 
@@ -77,7 +77,7 @@ def run_random(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict
             f"{name_of(func)} of {shape}: expected exactly one size that was read from a sharded dim."
         )
     if torch.compiler.is_compiling() and kwargs.get("generator") is None:
-        raise refusal(func, rows, "in a compiled function each rank has its own random state")
+        raise mixing_error(func, rows, "in a compiled function each rank has its own random state")
     rest = {name: value for name, value in kwargs.items() if name != "size"}
     return set_rows(part_of(func(shape, **rest), rows, ranks).contiguous(), rows)
 

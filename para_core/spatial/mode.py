@@ -4,7 +4,7 @@ rows.
 Rows are sharded over all ranks of a mesh, of which :mod:`.row_group` makes one group.
 
 The autoencoders and UNets of ``adapters/vae/`` enter it, and :mod:`para_core.same_bits.image_rows` derives
-the mode with the bits of one process from it. Each rule is in one of the files that ``RULES`` lists. Tests:
+the mode with the bits of one process from it. Each rule is in one of the files that ``ROW_RULES`` lists. Tests:
 tests/spatial/test_functions.py, and tests/spatial/test_vaes.py with models.
 """
 
@@ -25,7 +25,7 @@ from para_core.layout.windows import Sizes, divide_evenly
 from para_core.spatial import convolution, factories, norm, products, resample, rules, views
 from para_core.spatial.fetch import gather_rows, part_of
 from para_core.spatial.row_group import one_group
-from para_core.spatial.row_tag import RowTag, first_sharded, refusal, rows_of, set_rows
+from para_core.spatial.row_tag import RowTag, first_sharded, mixing_error, rows_of, set_rows
 from para_core.torch_functions import Function, name_of
 from para_core.torch_internals import (
     DisableTorchFunction,
@@ -54,7 +54,7 @@ def rules_by_name(*tables: Mapping[Any, str]) -> dict[str, Any]:
 
 # The rule for each function name. The mode raises for a function that is not in here, if one of its tensors
 # is sharded.
-RULES = rules_by_name(
+ROW_RULES = rules_by_name(
     *[module.BY_RULE for module in (rules, factories, views, convolution, norm, products, resample)]
 )
 
@@ -139,17 +139,17 @@ class SpatialShardMode(TorchFunctionMode):
         if innermost_transform() is not None and not torch.compiler.is_compiling():
             inner = first_sharded(_unwrap(values))
             if isinstance(inner, RowTag):
-                raise refusal(func, inner, "vmap and grad of torch.func hide the layout of the rows")
+                raise mixing_error(func, inner, "vmap and grad of torch.func hide the layout of the rows")
         if tag is None:
             return func(*args, **kwargs)
         name = name_of(func)
         if self._compare_calls and isinstance(tag, RowTag):
             agree({"function": name, "rows": str(tag)}, SequenceMesh(dim_of_one("ring"), self.ranks, "cpu"))
         if isinstance(tag, RowTag):
-            if name not in RULES:
-                raise refusal(func, tag, "it has no rule, so it may mix rows")
+            if name not in ROW_RULES:
+                raise mixing_error(func, tag, "it has no rule, so it may mix rows")
             if kwargs.get("out") is not None:
-                raise refusal(func, tag, "it writes to out=")
+                raise mixing_error(func, tag, "it writes to out=")
             return self.run_rule(name, func, args, kwargs)
         # No tensor is sharded, but one of the sizes was read from a sharded tensor. Functions that are no
         # factories get it as an int, the size of the full tensor.
@@ -158,8 +158,8 @@ class SpatialShardMode(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def run_rule(self, name: str, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Return the result of the rule ``name``, one of ``RULES``, for a call with a sharded tensor."""
-        return RULES[name](self.ranks, func, args, kwargs)
+        """Return the result of the rule ``name``, one of ``ROW_RULES``, for a call with a sharded tensor."""
+        return ROW_RULES[name](self.ranks, func, args, kwargs)
 
 
 def _unwrap(x: Any) -> Any:

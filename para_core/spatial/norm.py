@@ -18,7 +18,7 @@ from para_core.kernels import norm_reference
 from para_core.kernels.device_tables import keep_outside_graphs, new_table
 from para_core.layout.windows import Sizes
 from para_core.spatial.fetch import stack_ranks
-from para_core.spatial.row_tag import refusal, rows_of, set_rows
+from para_core.spatial.row_tag import mixing_error, rows_of, set_rows
 from para_core.spatial.rules import argument, bind, only_first
 from para_core.torch_functions import Function
 from para_core.triton_support import are_floats, load_kernel, needs_plain, on_device_of
@@ -34,7 +34,7 @@ def run_group_norm(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: 
     )
     rows = rows_of(x)
     if rows is None or rows.dim == 1:
-        raise refusal(func, rows, "its channels are sharded, or only its weights")
+        raise mixing_error(func, rows, "its channels are sharded, or only its weights")
     if rows.dim == 0:
         return set_rows(func(x, groups, weight, bias, eps), rows)
     moments: Callable[..., Tensor] = torch.ops.para_core.group_moments.default
@@ -59,7 +59,7 @@ def run_batch_norm(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: 
     """Run ``F.batch_norm`` in eval mode, which uses running statistics and needs no exchange."""
     _, rows = only_first(func, args, kwargs)
     if argument(args, kwargs, "training", 5, False) or rows.dim == 1:
-        raise refusal(
+        raise mixing_error(
             func,
             rows,
             "in training it needs statistics of all rows (call .eval() first), or its channels are sharded",

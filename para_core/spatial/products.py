@@ -18,7 +18,7 @@ from torch import Tensor
 
 from para_core.distributed.mesh import MeshDim
 from para_core.spatial.fetch import gather_rows, part_of, stack_ranks
-from para_core.spatial.row_tag import RowTag, clear_rows, first_sharded, refusal, rows_of, set_rows
+from para_core.spatial.row_tag import RowTag, clear_rows, first_sharded, mixing_error, rows_of, set_rows
 from para_core.spatial.rules import align, bind, only_first, sum_dtype
 from para_core.torch_functions import Function, is_in_place, name_of
 
@@ -29,7 +29,7 @@ def run_linear(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict
     """
     x, rows = only_first(func, args, kwargs)
     if rows.dim == x.ndim - 1:
-        raise refusal(func, rows, "it contracts them")
+        raise mixing_error(func, rows, "it contracts them")
     return set_rows(func(*args, **kwargs), rows)
 
 
@@ -47,7 +47,7 @@ def operands_of(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> 
     if name_of(func) == "baddbmm":
         number = 3
     if len(args) != number:
-        raise refusal(func, first_sharded((*args, *kwargs.values())), "its operands have keywords")
+        raise mixing_error(func, first_sharded((*args, *kwargs.values())), "its operands have keywords")
     return list(args)
 
 
@@ -60,7 +60,7 @@ def _multiply(ranks: MeshDim, func: Function, a: Tensor, b: Tensor) -> Tensor:
     """
     rows_a, rows_b = rows_of(a), rows_of(b)
     if min(a.ndim, b.ndim) < 2:
-        raise refusal(func, rows_a or rows_b, "one operand is a vector")
+        raise mixing_error(func, rows_a or rows_b, "one operand is a vector")
     role_a, role_b = _role(a, rows_a, "row", "inner"), _role(b, rows_b, "inner", "column")
     if role_a == "inner" and role_b in ("inner", None) and rows_a is not None:
         partial = torch.matmul(a, align(ranks, func, b, rows_a, -2))
@@ -74,7 +74,7 @@ def _multiply(ranks: MeshDim, func: Function, a: Tensor, b: Tensor) -> Tensor:
     if "batch" in (role_a, role_b):
         if rows_a is not None and rows_b is not None:
             if dim_a is None or dim_a != dim_b:
-                raise refusal(func, rows_a, f"with one sharded as {rows_b}")
+                raise mixing_error(func, rows_a, f"with one sharded as {rows_b}")
             b = align(ranks, func, b, rows_a, dim_a)
         else:
             _require_broadcast(func, dim_a, rows_a, b)
@@ -98,7 +98,7 @@ def _dim_from_end(x: Tensor, rows: RowTag | None) -> int | None:
 def _require_broadcast(func: Function, dim: int | None, rows: RowTag | None, other: Tensor) -> None:
     """Raise :class:`MixesRows` unless the replicated ``other`` broadcasts along the sharded ``dim``, if it is given."""
     if dim is not None and other.ndim >= -dim and other.shape[dim] != 1:
-        raise refusal(func, rows, "with a replicated batch")
+        raise mixing_error(func, rows, "with a replicated batch")
 
 
 def _role(x: Tensor, rows: RowTag | None, second_last: str, last: str) -> str | None:
@@ -118,9 +118,9 @@ def run_baddbmm(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dic
     x, a, b = operands_of(func, args, kwargs)
     rows = rows_of(a) or rows_of(b) or rows_of(x)
     if rows is None or kwargs.get("beta", 1) != 0:
-        raise refusal(func, rows, "beta is not 0: the sum with a mask of local size is not exact")
+        raise mixing_error(func, rows, "beta is not 0: the sum with a mask of local size is not exact")
     if is_in_place(func):
-        raise refusal(func, rows, "it is written into a tensor of local size")
+        raise mixing_error(func, rows, "it is written into a tensor of local size")
     out = _multiply(ranks, func, a, b)
     alpha = kwargs.get("alpha", 1)
     if alpha == 1:
@@ -156,27 +156,27 @@ def run_attention(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: d
             "scaled_dot_product_attention: a mask is sharded, and queries, keys and values are not."
         )
     if dropout_p > 0:
-        raise refusal(func, rows, "with dropout each rank would draw for its own tokens")
+        raise mixing_error(func, rows, "with dropout each rank would draw for its own tokens")
     options = {"scale": scale, "enable_gqa": enable_gqa}
     if any(tag is not None and tag.dim < x.ndim - 2 for x, tag in ((query, rows_q), (key, rows_k))):
         # A tag counts dims from the first, so tensors with equal tags must have equally many.
         is_one_batch = rows_q == rows_k == rows_of(value) and query.ndim == key.ndim == value.ndim
         is_common = mask is None or (mask.ndim < query.ndim and rows_of(mask) is None)
         if not (is_one_batch and is_common):
-            raise refusal(
+            raise mixing_error(
                 func, rows, "its batch is sharded differently, or it has a mask of its own for each sample"
             )
         return set_rows(
             F.scaled_dot_product_attention(query, key, value, mask, 0.0, is_causal, **options), rows
         )
     if any(tag is not None and tag.dim == x.ndim - 1 for x, tag in ((query, rows_q), (key, rows_k))):
-        raise refusal(func, rows, "its channels are sharded")
+        raise mixing_error(func, rows, "its channels are sharded")
     if rows_of(value) != rows_k:
-        raise refusal(func, rows, f"with keys sharded as {rows_k} and values as {rows_of(value)}")
+        raise mixing_error(func, rows, f"with keys sharded as {rows_k} and values as {rows_of(value)}")
     if rows_k is not None:
         key, value = _gather_keys(key, value, rows_k, ranks)
     if is_causal and mask is not None:
-        raise refusal(
+        raise mixing_error(
             func, rows, "it has a mask and is_causal=True, of which most of PyTorch's kernels take one"
         )
     if rows_q is not None and is_causal:
@@ -221,7 +221,7 @@ def _require_mask_part(
     sharding = ""
     if rows_m is not None:
         sharding = f", sharded as {rows_m},"
-    raise refusal(
+    raise mixing_error(
         func, rows_q or rows_k, f"its mask of shape {list(mask.shape)}{sharding} is not one of all tokens"
     )
 

@@ -17,7 +17,7 @@ from para_core.distributed.mesh import MeshDim
 from para_core.kernels.device_tables import keep_outside_graphs, new_table
 from para_core.layout.windows import Sizes, bounds_of, round_to_multiples, scale_sizes
 from para_core.spatial.fetch import fetch_rows, relayout_rows
-from para_core.spatial.row_tag import RowTag, ShardedSize, local_sizes, refusal, rows_of, set_rows
+from para_core.spatial.row_tag import RowTag, ShardedSize, local_sizes, mixing_error, rows_of, set_rows
 from para_core.spatial.rules import argument, bind, only_first, require_rows, sum_dtype
 from para_core.torch_functions import Function, name_of
 
@@ -36,13 +36,13 @@ def run_pad(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[st
     if not before and not after:
         return set_rows(func(x, widths, mode, value), rows)
     if rows.outer > 1 or mode == "circular":
-        raise refusal(func, rows, "the padding is circular, or lies between frames")
+        raise mixing_error(func, rows, "the padding is circular, or lies between frames")
     if mode in ("reflect", "replicate"):
         min_rows = max(before, after) + (mode == "reflect")
     else:
         min_rows = max(-before, -after) + 1
     if min(rows.sizes[0], rows.sizes[-1]) < min_rows:
-        raise refusal(
+        raise mixing_error(
             func, rows, f"padding by {before} and {after} rows needs {min_rows} on the first and last rank"
         )
     widths[index] = before * (ranks.index == 0)
@@ -66,14 +66,14 @@ def run_pixel_shuffle(ranks: MeshDim, func: Function, args: Sequence[Any], kwarg
         factor_name = "upscale_factor"
     factor = argument(args, kwargs, factor_name, 1)
     if rows.outer > 1 or rows.dim == x.ndim - 3:
-        raise refusal(func, rows, "its channels are sharded")
+        raise mixing_error(func, rows, "its channels are sharded")
     if rows.dim < x.ndim - 3:
         return set_rows(func(x, factor), rows)
     if shuffles:
         return set_rows(func(x, factor), RowTag(rows.dim, tuple([count * factor for count in rows.sizes])))
     if rows.total % factor:
         # Only the last rank would have rows that are no multiple, and raise, while the others go on.
-        raise refusal(func, rows, f"{rows.total} rows are no multiple of the factor {factor}")
+        raise mixing_error(func, rows, f"{rows.total} rows are no multiple of the factor {factor}")
     sizes = round_to_multiples(rows.sizes, factor)
     out_sizes = tuple([count // factor for count in sizes])
     require_rows(func, rows, out_sizes)
@@ -88,16 +88,16 @@ def run_interpolate(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs:
     )
     rows = rows_of(x)
     if rows is None or rows.outer > 1 or antialias or mode == "area":
-        raise refusal(func, rows, f"mode={mode!r}, antialias={antialias} is not supported")
+        raise mixing_error(func, rows, f"mode={mode!r}, antialias={antialias} is not supported")
     axis = rows.dim - 2
     if rows.dim == 1:
-        raise refusal(func, rows, "its channels are sharded")
+        raise mixing_error(func, rows, "its channels are sharded")
     if rows.dim == 0:
         return set_rows(func(x, size, scale, mode, align, recompute), rows)
     scales: list[Any] | None = _values_per_dim(scale, x.ndim - 2)
     sizes: Any = _values_per_dim(size, x.ndim - 2)
     if scales is None and sizes is None:
-        raise refusal(func, rows, "neither size= nor scale_factor= is given")
+        raise mixing_error(func, rows, "neither size= nor scale_factor= is given")
     repeated_rows = _tag_of_repeated_rows(rows, axis, mode, scales, sizes, recompute)
     if repeated_rows is not None:
         return set_rows(func(x, local_sizes(sizes), scales, mode, align), repeated_rows)
@@ -105,9 +105,9 @@ def run_interpolate(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs:
     require_rows(func, rows, row_sizes)
     if mode not in _NEAREST and not x.is_floating_point():
         # PyTorch rounds these sums to integers in a way of its own.
-        raise refusal(func, rows, f"mode={mode!r} of {x.dtype} is not supported")
+        raise mixing_error(func, rows, f"mode={mode!r} of {x.dtype} is not supported")
     if torch.compiler.is_compiling():
-        raise refusal(
+        raise mixing_error(
             func, rows, f"mode={mode!r} to {sum(row_sizes)} rows is not supported in compiled functions"
         )
     x = _resample(ranks, x, rows, row_sizes, step, mode, bool(align))

@@ -189,7 +189,7 @@ class MixesRows(RuntimeError):
     """An error for a function that has no rule for sharded rows, or combines rows in an unsupported way."""
 
 
-def refusal(func: Function, rows: RowTag | ShardedSize | None, reason: str) -> MixesRows:
+def mixing_error(func: Function, rows: RowTag | ShardedSize | None, reason: str) -> MixesRows:
     """Return (not raise) the error that ``func`` cannot run on tensors sharded as ``rows``, for ``reason``."""
     sharding = ""
     if isinstance(rows, RowTag):

@@ -29,7 +29,7 @@ from para_core.spatial.row_tag import (
     ShardedSize,
     clear_rows,
     first_sharded,
-    refusal,
+    mixing_error,
     rows_of,
     set_rows,
 )
@@ -135,9 +135,9 @@ def run_elementwise(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs:
     lead = next((x for x in tensors if rows_of(x) is not None), None)
     rows = rows_of(lead)
     if lead is None or rows is None:
-        raise refusal(func, first_sharded(values), "its tensors are in a list")
+        raise mixing_error(func, first_sharded(values), "its tensors are in a list")
     if is_in_place(func) and lead is not tensors[0]:
-        raise refusal(func, rows, "it is written into a replicated tensor")
+        raise mixing_error(func, rows, "it is written into a replicated tensor")
     dim_from_end = rows.dim - lead.ndim
 
     def fit(x: Any) -> Any:
@@ -148,7 +148,7 @@ def run_elementwise(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs:
     out = func(*[fit(x) for x in args], **{name: fit(x) for name, x in kwargs.items()})
     # torch.where(x) returns a tuple of indices, which would count this rank's rows only.
     if isinstance(out, tuple):
-        raise refusal(func, rows, "it returns indices in this rank's rows")
+        raise mixing_error(func, rows, "it returns indices in this rank's rows")
     if not isinstance(out, Tensor):
         # NotImplemented, if a tensor is compared with another type: Wan compares a cache entry with a string.
         return out
@@ -166,14 +166,14 @@ def align(ranks: MeshDim, func: Function, x: Tensor, rows: RowTag, dim_from_end:
         x, rows_of_x = clear_rows(gather_rows(x, rows_of_x, ranks)), None
     if rows_of_x is not None:
         if rows_of_x.outer != rows.outer or sum(rows_of_x.sizes) != sum(rows.sizes):
-            raise refusal(func, rows, f"with one sharded as {rows_of_x}")
+            raise mixing_error(func, rows, f"with one sharded as {rows_of_x}")
         if rows_of_x.sizes == rows.sizes:
             return x
         return set_rows(relayout_rows(x, rows_of_x, rows.sizes, ranks), rows.at(rows_of_x.dim))
     if x.ndim < -dim_from_end or x.shape[dim_from_end] == 1:
         return x
     if x.shape[dim_from_end] != rows.total:
-        raise refusal(
+        raise mixing_error(
             func, rows, f"with a replicated one of shape {list(x.shape)}, expected {rows.total} there"
         )
     return part_of(x, rows.at(x.ndim + dim_from_end), ranks)
@@ -195,7 +195,7 @@ def run_along_dim(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: d
             dim = args[1:]
         dims = dims_of(dim, x.ndim)
     if rows.dim in dims:
-        raise refusal(func, rows, "it combines rows along this dim")
+        raise mixing_error(func, rows, "it combines rows along this dim")
     return set_rows(func(*args, **kwargs), rows)
 
 
@@ -219,7 +219,7 @@ def run_reduction(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: d
             out_dim -= sum(dim < rows.dim for dim in dims)
         return tag_all(func(*args, **kwargs), rows.at(out_dim))
     if name not in ("sum", "mean", "amax", "amin"):
-        raise refusal(func, rows, "it reduces them")
+        raise mixing_error(func, rows, "it reduces them")
     order = sorted(dims)
     if name in ("amax", "amin"):
         return clear_rows(
@@ -269,7 +269,7 @@ def run_dropout(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dic
     _, rows = only_first(func, args, kwargs)
     training = argument(args, kwargs, "training", 2, kwargs.get("train", True))
     if training and argument(args, kwargs, "p", 1, 0.5) > 0:
-        raise refusal(func, rows, "each rank would draw for its own rows. Call .eval() first")
+        raise mixing_error(func, rows, "each rank would draw for its own rows. Call .eval() first")
     return set_rows(func(*args, **kwargs), rows)
 
 
@@ -281,14 +281,14 @@ def only_first(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> t
     rows = rows_of(x)
     values = (*args, *kwargs.values())
     if rows is None or any(rows_of(value) is not None for value in values if value is not x):
-        raise refusal(func, first_sharded(values), "an argument other than the first is sharded")
+        raise mixing_error(func, first_sharded(values), "an argument other than the first is sharded")
     return x, rows
 
 
 def require_rows(func: Function, rows: RowTag, sizes: Sizes) -> None:
     """Raise :class:`MixesRows` if a rank would get no output row of ``func``, of which ranks get ``sizes``."""
     if min(sizes) < 1:
-        raise refusal(
+        raise mixing_error(
             func, rows, f"its output would have {list(sizes)} rows on the ranks; every rank needs one"
         )
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from para_core.distributed.mesh import MeshDim
 from para_core.layout.windows import Sizes, bounds_of
-from para_core.spatial.row_tag import RowTag, full_sizes, local_sizes, refusal, rows_of, set_rows
+from para_core.spatial.row_tag import RowTag, full_sizes, local_sizes, mixing_error, rows_of, set_rows
 from para_core.spatial.rules import align, argument, dims_of, only_first, tag_all
 from para_core.torch_functions import Function, name_of
 
@@ -54,7 +54,7 @@ def run_reshape(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dic
     if after != full.shape:
         out_rows = match_reshape(tuple(before), rows, tuple(after))
     if out_rows is None:
-        raise refusal(func, rows, f"from {before} to {[*after]} the rows do not stay in one dim")
+        raise mixing_error(func, rows, f"from {before} to {[*after]} the rows do not stay in one dim")
     if is_of_dtype:
         return _set_checked_rows(func, func(*args, **kwargs), out_rows, ranks)
     sizes = [*after]
@@ -124,7 +124,7 @@ def run_split(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[
     position = 1 if name in ("unbind", "select", "narrow", "index_select") else 2
     dim = argument(args, kwargs, "dim", position, 0) % x.ndim
     if dim == rows.dim:
-        raise refusal(func, rows, "it separates them")
+        raise mixing_error(func, rows, "it separates them")
     if name in ("unbind", "select") and dim < rows.dim:
         rows = rows.at(rows.dim - 1)
     return tag_all(func(*args, **kwargs), rows)
@@ -135,10 +135,10 @@ def run_getitem(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dic
     x, index = args
     rows = rows_of(x)
     if rows is None:
-        raise refusal(func, rows_of(index), "an index is sharded")
+        raise mixing_error(func, rows_of(index), "an index is sharded")
     local, sizes, dim = _local_index(x, rows, index, ranks)
     if dim is None:
-        raise refusal(func, rows, f"index {index!r} separates them")
+        raise mixing_error(func, rows, f"index {index!r} separates them")
     return _set_checked_rows(func, func(x, local), RowTag(dim, sizes, rows.outer), ranks)
 
 
@@ -147,10 +147,10 @@ def run_setitem(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dic
     x, index, value = args
     rows = rows_of(x)
     if rows is None:
-        raise refusal(func, rows_of(value), "it is written into a replicated tensor")
+        raise mixing_error(func, rows_of(value), "it is written into a replicated tensor")
     local, sizes, dim = _local_index(x, rows, index, ranks)
     if dim is None or sizes != rows.sizes:
-        raise refusal(func, rows, f"index {index!r} separates them")
+        raise mixing_error(func, rows, f"index {index!r} separates them")
     if isinstance(value, Tensor):
         value = align(ranks, func, value, rows, dim - x[local].ndim)
     func(x, local, value)
@@ -231,14 +231,14 @@ def run_cat(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[st
     stacks = name_of(func) == "stack"
     dim = dim % (lead.ndim + stacks)
     if not stacks and dim == rows.dim:
-        raise refusal(func, rows, "it appends other rows")
+        raise mixing_error(func, rows, "it appends other rows")
     # Pass on tensors without elements as they are, because cat accepts them whatever their shape.
     dim_from_end = rows.dim - lead.ndim
     parts = [align(ranks, func, x, rows, dim_from_end) if x.numel() else x for x in tensors]
     # Ask for the whole tensors, equal on all ranks: a rank that holds a single row could join one.
     wholes = [x for x in tensors if x.numel() and rows_of(x) is None and x.ndim == lead.ndim]
     if any(x.shape[rows.dim] != rows.total for x in wholes):
-        raise refusal(func, rows, "one of the tensors has a single row")
+        raise mixing_error(func, rows, "one of the tensors has a single row")
     if stacks and dim <= rows.dim:
         rows = rows.at(rows.dim + 1)
     return set_rows(func(parts, dim), rows)
@@ -260,7 +260,7 @@ def run_repeat_interleave(
     x, rows = only_first(func, args, kwargs)
     repeats, dim = argument(args, kwargs, "repeats", 1), argument(args, kwargs, "dim", 2)
     if dim is None or not isinstance(repeats, int):
-        raise refusal(func, rows, "repeats= is a tensor, or there is no dim=")
+        raise mixing_error(func, rows, "repeats= is a tensor, or there is no dim=")
     if dim % x.ndim != rows.dim:
         return set_rows(func(*args, **kwargs), rows)
     sizes = tuple([count * repeats for count in rows.sizes])
@@ -278,14 +278,14 @@ def run_expand_as(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: d
     x, other = args
     rows = rows_of(other)
     if rows is None or name_of(func) != "expand_as":
-        raise refusal(func, rows or rows_of(x), "it takes its shape from another tensor")
+        raise mixing_error(func, rows or rows_of(x), "it takes its shape from another tensor")
     return set_rows(func(align(ranks, func, x, rows, rows.dim - other.ndim), other), rows)
 
 
 def _set_checked_rows(func: Function, out: Tensor, rows: RowTag, ranks: MeshDim) -> Tensor:
     """Tag ``out`` with ``rows`` and return it; raise :class:`MixesRows` if its size does not fit."""
     if out.shape[rows.dim] != rows.outer * rows.sizes[ranks.index]:
-        raise refusal(func, rows, f"the output has size {out.shape[rows.dim]} along this dim")
+        raise mixing_error(func, rows, f"the output has size {out.shape[rows.dim]} along this dim")
     return set_rows(out, rows)
 
 

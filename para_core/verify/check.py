@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from para_core.comparison.difference import Difference, find_first_difference
 from para_core.comparison.model_inputs import ModelInputs, dims_of_plan, dims_of_tokens
-from para_core.comparison.runs import Method, ParallelRun, RankRun, run_on_one_rank, run_parallel
+from para_core.comparison.runs import AttentionDim, ParallelRun, RankRun, run_on_one_rank, run_parallel
 from para_core.comparison.tensor_parts import relative_error, tensors_in
 from para_core.comparison.tolerances import compute_dtype, tolerance_of
 from para_core.comparison.virtual_ranks import device_of, first_error
@@ -30,7 +30,7 @@ from para_core.plans.plan import Plan
 from para_core.plans.published_plan import convert_published_plan
 from para_core.verify.check_result import CheckedCase, ParallelCheck
 
-_METHODS: tuple[Method, ...] = ("ring", "ulysses")
+_METHODS: tuple[AttentionDim, ...] = ("ring", "ulysses")
 
 
 def check_parallel(
@@ -194,13 +194,13 @@ class _Checker:
             return check
         return replace(check, first_difference=self._find_first_difference(wrong))
 
-    def _check_all_tokens(self, method: Method, ranks: int) -> CheckedCase:
+    def _check_all_tokens(self, method: AttentionDim, ranks: int) -> CheckedCase:
         inputs, expected = self._reference(None)
         results = run_parallel(self._module, inputs, self._run, method, ranks)
         self._learn_what_is_sharded(results[0])
         return self._make_case(method, ranks, self._total, results, expected)
 
-    def _check_fewer_tokens(self, method: Method, ranks: int) -> list[CheckedCase]:
+    def _check_fewer_tokens(self, method: AttentionDim, ranks: int) -> list[CheckedCase]:
         """Return the case with fewer tokens, in a list; an empty list if there is none."""
         length = self._shorter_length(ranks)
         if length is None:
@@ -233,7 +233,7 @@ class _Checker:
 
     def _make_case(
         self,
-        method: Method,
+        method: AttentionDim,
         ranks: int,
         tokens: int | None,
         results: Sequence[RankRun],

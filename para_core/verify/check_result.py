@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from para_core.comparison.difference import Difference
-from para_core.comparison.runs import Method
+from para_core.comparison.runs import AttentionDim
 
 # Maximum number of characters of an error in a line of the report. The first difference contains the whole
 # error.
@@ -34,7 +34,7 @@ class CheckedCase:
         ValueError: Neither or both of ``error`` and ``failure`` are given.
     """
 
-    method: Method
+    method: AttentionDim
     ranks: int
     tokens: int | None
     error: float | None = None

@@ -14,11 +14,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from para_core.distributed.groups import find_or_make_group, host_group
-from para_core.distributed.mesh import GuidedMesh, SequenceMesh, mesh_of_groups, sequence_mesh
+from para_core.distributed.mesh import AnyMesh, SequenceMesh, mesh_of_groups, sequence_mesh
 from para_core.torch_internals import group_timeout, set_group_timeout
 
 
-def timeout_of(mesh: SequenceMesh | GuidedMesh) -> timedelta | None:
+def timeout_of(mesh: AnyMesh) -> timedelta | None:
     """Return the timeout of the first process group of ``mesh``; None for a mesh of one rank, which has no
     group.
     """

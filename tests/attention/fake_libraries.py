@@ -67,5 +67,5 @@ def libraries_installed():
             setattr(module, function_name, count)
             stack.enter_context(mock.patch.dict(sys.modules, {module_name: module}))
         stack.enter_context(mock.patch.object(library, "DEVICES", ("cuda", "cpu")))
-        stack.enter_context(mock.patch.object(library, "DTYPES", (*library.DTYPES, torch.float32)))
+        stack.enter_context(mock.patch.object(library, "DTYPES", (*library.HALF_DTYPES, torch.float32)))
         yield calls

@@ -198,7 +198,7 @@ PRODUCTS = {
 
 def multiply(dtype, inputs, is_on_the_right, rows):
     weight = empty(inputs, 12288, dtype=dtype).mT if is_on_the_right else empty(12288, inputs, dtype=dtype)
-    product.launch(empty(rows, inputs, dtype=dtype), weight, empty(12288, dtype=dtype))
+    product.launch_product(empty(rows, inputs, dtype=dtype), weight, empty(12288, dtype=dtype))
 
 
 @on_each_arch

@@ -30,7 +30,7 @@ def bound_of(x, weight, bias):
     return absolute * (terms * 2.0**-24 + info.eps) + info.smallest_normal * info.eps
 
 
-@pytest.mark.parametrize("tile", [product.TILE_INTERPRETED, product.Tile(16, 16, 16)], ids=["sum", "dot"])
+@pytest.mark.parametrize("tile", [product.TILE_INTERPRETED, product.ProductTile(16, 16, 16)], ids=["sum", "dot"])
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @settings(max_examples=8)
 @given(data=st.data())

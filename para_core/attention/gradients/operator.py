@@ -20,7 +20,7 @@ from torch import Tensor
 from para_core.attention.attend import Saved
 from para_core.attention.attention_plan import AttentionPlan, read_plan
 from para_core.attention.gradients.usp import check_gradient, usp_backward
-from para_core.attention.graph_calls import CALL, INPUTS, attention_shape, plan_of
+from para_core.attention.graph_calls import CALL, OPERATOR_INPUTS, attention_shape, plan_of
 from para_core.attention.local import lse_dtype
 from para_core.attention.usp import usp_forward
 from para_core.distributed.collectives import define_collective, done
@@ -235,7 +235,7 @@ def _gradient(ctx: Any, grad_out: Tensor | None, *_: Any) -> tuple[Any, ...]:
 
 
 define_collective(
-    f"attention_to_learn({INPUTS}) -> ({', '.join(['Tensor'] * 7)})",
+    f"attention_to_learn({OPERATOR_INPUTS}) -> ({', '.join(['Tensor'] * 7)})",
     _attention_to_learn,
     _attention_to_learn_shape,
     _gradient,
