@@ -1,4 +1,7 @@
-"""The readings of the calls of a model with a cache, from which the report is made."""
+"""The readings of the calls of a model with a cache, from which the report is made.
+
+``report.py`` reads them. Tests: tests/cache/test_report.py.
+"""
 
 from __future__ import annotations
 

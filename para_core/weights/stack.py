@@ -1,5 +1,5 @@
 """The block stack of a model, and which of its blocks this rank computes if the model runs in pipeline
-stages.
+stages. Tests: tests/weights/test_stages.py.
 """
 
 from __future__ import annotations
