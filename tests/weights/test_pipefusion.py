@@ -115,10 +115,12 @@ def predictions(name, pipefusion=None):
         return args, {**kwargs, "timestep": torch.full_like(kwargs["timestep"], 0.7)}
 
     pipe.scheduler.__class__ = Still
-    pipe.transformer.register_forward_pre_hook(set_time, with_kwargs=True)
+    for module in filter(None, map(pipe.components.get, ("transformer", "transformer_2", "controlnet"))):
+        module.register_forward_pre_hook(set_time, with_kwargs=True)
     run(parallelize_pipe(pipe, pipefusion=pipefusion), name)
     if pipefusion is not None:
-        assert pipefusion_report(pipe).patched_calls % (STEPS - 1) == 0 < pipefusion_report(pipe).patched_calls
+        # The first call of each of at most two branches of two transformers is whole.
+        assert pipefusion_report(pipe).whole_calls <= 4
     return outputs
 
 
@@ -254,10 +256,9 @@ def compile_forward(pipe):
 
 
 def compile_in_its_place(pipe):
-    pipe.transformer = torch.compile(pipe.transformer, **EAGER)
+    pipe.transformer = torch.compile(pipe.transformer, backend="eager", fullgraph=True)
 
 
-EAGER = {"backend": "eager", "fullgraph": True}
 COMPILED = r"pipe\.transformer .*compile_repeated_blocks\(fullgraph=True\)"
 
 
@@ -285,7 +286,6 @@ def plan_in_patches(dim, *cuts):
         (lambda: fuse_and_run("flux", PipeFusion(64)), ValueError, "63 tokens .*num_patches=64 "),
         (lambda: fuse_and_run("hunyuan", PipeFusion(4)), ValueError, "3 frames .*num_patches=4 "),
         (lambda: fuse_and_run("flux", PipeFusion(), compile_forward), RuntimeError, COMPILED),
-        (lambda: fuse_and_run("flux", PipeFusion(), lambda x: x.transformer.compile(**EAGER)), RuntimeError, COMPILED),
         (lambda: fuse_and_run("mochi", PipeFusion(), compile_in_its_place), RuntimeError, COMPILED),
         (
             lambda: parallelize_pipe(flux_pipe(), pipefusion=PipeFusion()).transformer(None),
