@@ -111,6 +111,9 @@ def predictions(name, pipefusion=None):
             scheduler.step(self, model_output, timestep, sample, *args, **kwargs)
             return (sample,)
 
+        def scale_model_input(self, sample, timestep):
+            return sample  # Bria calls it on each scheduler whose class is another than its own.
+
     def set_time(module, args, kwargs):
         return args, {**kwargs, "timestep": torch.full_like(kwargs["timestep"], 0.7)}
 
