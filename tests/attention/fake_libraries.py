@@ -66,6 +66,6 @@ def libraries_installed():
             count.__signature__ = library.signature(function)
             setattr(module, function_name, count)
             stack.enter_context(mock.patch.dict(sys.modules, {module_name: module}))
-        stack.enter_context(mock.patch.object(library, "DEVICES", ("cuda", "cpu")))
-        stack.enter_context(mock.patch.object(library, "DTYPES", (*library.HALF_DTYPES, torch.float32)))
+        stack.enter_context(mock.patch.object(library, "LIBRARY_DEVICES", ("cuda", "cpu")))
+        stack.enter_context(mock.patch.object(library, "LIBRARY_DTYPES", (*library.LIBRARY_DTYPES, torch.float32)))
         yield calls

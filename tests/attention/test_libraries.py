@@ -123,7 +123,7 @@ def refused():
             shards = [cp.shard(x, dim=2) for x in make_qkv(13, 2, seed=0)]
             with pytest.raises(RuntimeError, match=rf"(?s)(?=.*'{backend}').*attn_mask"):
                 F.scaled_dot_product_attention(*shards, attn_mask=torch.ones(13, 13, dtype=torch.bool))
-            for name, word in (("DEVICES", "cpu"), ("DTYPES", "float32")):
+            for name, word in (("LIBRARY_DEVICES", "cpu"), ("LIBRARY_DTYPES", "float32")):
                 with mock.patch.object(library, name, ()), pytest.raises(RuntimeError, match=word):
                     F.scaled_dot_product_attention(*shards)
 

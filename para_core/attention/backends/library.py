@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from para_core.attention.local import AttnFunc
 
 # What the libraries' kernels support.
-HALF_DTYPES = (torch.float16, torch.bfloat16)
-CUDA_ONLY = ("cuda",)
+LIBRARY_DTYPES = (torch.float16, torch.bfloat16)
+LIBRARY_DEVICES = ("cuda",)
 
 
 class Library(NamedTuple):
@@ -150,7 +150,7 @@ def check_library_call(
     A call must be in float16 or bfloat16, on CUDA, and pass :func:`check_mask_and_lengths`.
     """
     check_mask_and_lengths(backend, query, value, masked=masked, is_causal=is_causal)
-    if query.dtype not in HALF_DTYPES or query.device.type not in CUDA_ONLY:
+    if query.dtype not in LIBRARY_DTYPES or query.device.type not in LIBRARY_DEVICES:
         raise RuntimeError(
             f"backend={backend!r}: {library.name} takes float16 and bfloat16 on a CUDA device; this is {query.dtype} "
             f"on {query.device.type}. Name another backend, or none."
