@@ -8,7 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.fsdp import fully_shard
+from torchao.prototype.quantized_training import int8_weight_only_quantized_training
+from torchao.quantization import quantize_
 
 from benchmarks.harness import fake_group
 from para_core import triton_support
@@ -105,11 +107,11 @@ def test_pipeline_is_refused_before_it_changes():
     with fake_group(2), pytest.raises(ValueError, match=r'products="triton" with weights="tensor"'):
         mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("ulysses", "tensor"))
         parallelize_pipe(pipe, mesh=mesh, weights="tensor", products="triton")
-    layer = pipe.transformer.x_embedder
-    packed = layer.weight.detach().as_subclass(Packed)
-    for held in (lambda: packed, lambda: DTensor.from_local(packed, init_device_mesh("cpu", (2,)), [Shard(0)])):
-        with fake_group(2), pytest.raises(ValueError, match=r"pipe\.transformer\.x_embedder\.weight is a Packed"):
-            layer.weight = nn.Parameter(held(), requires_grad=False)
+    block = pipe.transformer.transformer_blocks[0]
+    quantize_(block, int8_weight_only_quantized_training())
+    for prepare in (id, fully_shard):
+        with fake_group(2), pytest.raises(ValueError, match=r"pipe\.transformer\.transformer_blocks\.0\..* is a Int8Q"):
+            prepare(block)
             parallelize_pipe(pipe, mesh=cpu_mesh(1, 2), products="triton")
 
 

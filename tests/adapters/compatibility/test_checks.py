@@ -263,10 +263,6 @@ def named_twice(mesh):
     return pipe
 
 
-def with_hook(part):
-    return changed(part, _hf_hook=object())
-
-
 def cache(model):
     model.enable_cache(FirstBlockCacheConfig(0.1))
 
@@ -279,6 +275,7 @@ def compiled_blocks(pipe, mesh, **of_case):
     return of_pipe(pipe, compiled_in_place(pipe.transformer), mesh=mesh, **of_case)
 
 
+with_hook = partial(changed, _hf_hook=object())
 DROP = partial(apply_layer_skip, config=LayerSkipConfig([1], dropout=0.5))
 SEG = SmoothedEnergyGuidance(seg_guidance_layers=[1])
 CACHE, LAST = CacheOptions(0.1), CacheOptions(0.1, always_compute_last=True)
