@@ -1,7 +1,8 @@
 """``products="triton"`` of parallelize_pipe: matrix products whose bits do not depend on the number of rows.
 
-``adapters/weights/features.py`` finds :data:`FEATURE`. The mode is in ``para_core/products.py``. Tests:
-tests/test_products.py.
+``adapters/weights/features.py`` finds :data:`FEATURE`. The mode is in ``para_core/products.py``. Only
+transformers have it, not autoencoders and text encoders. Weights that are quantized afterwards are not seen
+here: the mode refuses their products. Tests: tests/test_products.py.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ class ProductsChange(FeatureChange):
     name = 'products="triton"'
 
     def __init__(self, transformers: list[nn.Module]) -> None:
+        # The mode raises ImportError.
         self._transformers, self._mode = transformers, TritonProducts()
 
     def apply(self) -> None:
@@ -47,23 +49,25 @@ def products(request: ChangeRequest) -> list[ProductsChange]:
     """Return the change by the option ``products``; none without it.
 
     Raises:
-        ImportError: Triton is not installed, or there is no C compiler for it.
         ValueError: Weights are quantized, or shared by tensor parallelism. Both have products of their own.
+        ImportError: Triton is not installed, or there is no C compiler for it.
     """
     if request.options.get("products") is None:
         return []
     if request.mesh.tensor.size > 1 or request.options.get("weights") == "tensor":
         raise ValueError(
-            'products="triton" with weights="tensor": ranks have parts of each weight, and torch multiplies them. '
-            "Leave one out."
+            'products="triton" with weights="tensor", or with a mesh that has ranks along \'tensor\': ranks have parts '
+            'of each weight, and torch multiplies them. Leave products out, or take weights="fsdp" and a mesh '
+            "without 'tensor'."
         )
     for name, module in request.transformers.items():
         for weight_name, weight in module.named_parameters():
-            # FSDP2 gathers its weights before they are used.
-            if not is_plain_weight(weight) and not isinstance(weight, DTensor):
+            # FSDP2 gathers its weights before they are used: a whole weight is of the class of its shards.
+            used = weight.to_local() if isinstance(weight, DTensor) else weight
+            if not is_plain_weight(used):
                 raise ValueError(
                     f'products="triton" with a quantized weight: pipe.{name}.{weight_name} is a '
-                    f"{type(weight).__name__}, which has a product of its own. Leave products out, or load plain "
+                    f"{type(used).__name__}, which has a product of its own. Leave products out, or load plain "
                     "weights."
                 )
     return [ProductsChange([*request.transformers.values()])]

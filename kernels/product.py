@@ -106,7 +106,8 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
     ``x`` is copied only if it is not contiguous, or does not begin at a multiple of 16 bytes. Both are copied
     if K is no multiple of the tile's block, 64 in 16 bits and 16 in float32. The backward uses products of
-    PyTorch, whose bits may depend on the number of rows. Forward-mode AD would lose tangents.
+    PyTorch, whose bits may depend on the number of rows. Forward-mode AD would lose tangents. The caller passes
+    tensors of one device, which is not checked.
 
     Raises:
         TypeError: If the dtypes differ or are not supported.
@@ -118,7 +119,9 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    """Raise ``TypeError`` or ``ValueError`` if the kernel does not support the dtypes or shapes of these tensors."""
+    """Raise ``TypeError`` or ``ValueError`` if the kernel does not support the dtypes or shapes of these tensors.
+    Devices are not compared.
+    """
     tensors = [x, weight] if bias is None else [x, weight, bias]
     if x.dtype not in PRODUCT_DTYPES or any(y.dtype != x.dtype for y in tensors):
         names = ", ".join(str(y.dtype).removeprefix("torch.") for y in tensors)
@@ -169,7 +172,9 @@ def _in_blocks(x: Tensor, weight: Tensor, block: int) -> tuple[Tensor, Tensor]:
     """Return ``x`` as a contiguous ``[rows, K]``, and ``weight``, ``[N, K]``, with K a multiple of ``block``.
 
     The address of ``x`` is a multiple of 16. Triton compiles another kernel for others, and a rank's part may
-    have one that the whole tensor has not. It is copied, so that both run the same code.
+    have one that the whole tensor has not. It is copied, so that both run the same code. The weight and the
+    bias keep their addresses: torch allocates on a GPU at multiples of 16, and a view of a weight has the same
+    offset on each rank, so all ranks run the same code for it.
     """
     rows = x.reshape(prod(x.shape[:-1]), x.shape[-1])
     missing = -x.shape[-1] % block
@@ -189,11 +194,12 @@ def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Te
     x, weight = ctx.saved_tensors
     needs = ctx.needs_input_grad
     grad_x, grad_weight, grad_bias = None, None, None
-    rows = grad.reshape(-1, grad.shape[-1])
+    num_rows = prod(grad.shape[:-1])
+    rows = grad.reshape(num_rows, grad.shape[-1])
     if needs[0]:
         grad_x = grad @ weight
     if needs[1]:
-        grad_weight = rows.mT @ x.reshape(-1, x.shape[-1])
+        grad_weight = rows.mT @ x.reshape(num_rows, x.shape[-1])
     if needs[2]:
         grad_bias = rows.sum(0)
     return grad_x, grad_weight, grad_bias

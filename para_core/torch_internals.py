@@ -406,10 +406,12 @@ without_side_effect_checks = torch._dynamo.utils._disable_side_effect_safety_che
 nonstrict_trace: Callable[[Callable[..., Any]], Callable[..., Any]] = torch._dynamo.nonstrict_trace
 # torch.compile sets these attributes: the first on the module that it returns, the second on a module
 # compiled in place, and the third on a compiled function. The value of the third is the bound method that was
-# compiled, or (torch 2.15) a function.
+# compiled, or (torch 2.15) a function. The fourth is on the module that it returns, and holds the settings, as
+# compile_context returns them.
 ORIGINAL_MODULE = "_orig_mod"
 COMPILED_CALL = "_compiled_call_impl"
 ORIGINAL_CALLABLE = "_torchdynamo_orig_callable"
+COMPILE_CONTEXT = "dynamo_ctx"
 
 
 def compile_context(compiled: Any) -> Any:

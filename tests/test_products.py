@@ -8,6 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torchao.prototype.quantized_training import int8_weight_only_quantized_training
+from torchao.quantization import quantize_
 
 from benchmarks.harness import fake_group
 from para_core import triton_support
@@ -19,7 +22,6 @@ from tests.kernels.layouts import normal
 from tests.tiny import cpu_mesh, flux_call, flux_pipe, flux_transformer
 
 pytestmark = pytest.mark.slow
-
 
 GUIDED = {"negative_prompt": "a blue square", "true_cfg_scale": 3.0}
 X, MATRIX, WEIGHT, BIAS = normal(2, 7, 300), normal(300, 40, seed=1), normal(40, 300, seed=2), normal(40, seed=3)
@@ -34,16 +36,11 @@ MULTIPLIED = {
     "Tensor.mm": (lambda: X[1].mm(mat2=MATRIX), lambda: product(X[1], MATRIX.mT)),
     "addmm": (lambda: torch.addmm(BIAS, X[0], MATRIX), lambda: product(X[0], MATRIX.mT, BIAS)),
     "Tensor.addmm": (lambda: BIAS.addmm(X[0], MATRIX), lambda: product(X[0], MATRIX.mT, BIAS)),
-    "a layer in bfloat16": (
-        lambda: F.linear(X.bfloat16(), WEIGHT.bfloat16(), BIAS.bfloat16()),
-        lambda: product(X.bfloat16(), WEIGHT.bfloat16(), BIAS.bfloat16()),
-    ),
 }
 
 
-@pytest.mark.parametrize("name", MULTIPLIED)
-def test_kernel_computes_products_of_rows_with_a_matrix(name):
-    call, by_kernel = MULTIPLIED[name]
+@pytest.mark.parametrize(("call", "by_kernel"), MULTIPLIED.values(), ids=MULTIPLIED)
+def test_kernel_computes_products_of_rows_with_a_matrix(call, by_kernel):
     with interpreted():
         with TritonProducts():
             out = call()
@@ -110,10 +107,12 @@ def test_pipeline_is_refused_before_it_changes():
     with fake_group(2), pytest.raises(ValueError, match=r'products="triton" with weights="tensor"'):
         mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("ulysses", "tensor"))
         parallelize_pipe(pipe, mesh=mesh, weights="tensor", products="triton")
-    layer = pipe.transformer.x_embedder
-    layer.weight = nn.Parameter(layer.weight.detach().as_subclass(Packed), requires_grad=False)
-    with pytest.raises(ValueError, match=r"pipe\.transformer\.x_embedder\.weight is a Packed"):
-        parallelize_pipe(pipe, products="triton")
+    block = pipe.transformer.transformer_blocks[0]
+    quantize_(block, int8_weight_only_quantized_training())
+    for prepare in (id, fully_shard):
+        with fake_group(2), pytest.raises(ValueError, match=r"pipe\.transformer\.transformer_blocks\.0\..* is a Int8Q"):
+            prepare(block)
+            parallelize_pipe(pipe, mesh=cpu_mesh(1, 2), products="triton")
 
 
 def test_graph_has_the_bits_of_eager_code():

@@ -1,7 +1,8 @@
 """Weights sharded by FSDP2: the method ``"fsdp"`` of shard_weights, and the checks of calls with such weights.
 
 ``features.py`` finds :data:`FEATURE`; ``shard.py`` calls the method, and ``lora.py`` its functions for LoRAs.
-The sharding itself is in ``para_core/weights/fsdp.py``. Tests: tests/weights/test_fsdp.py.
+The sharding itself is in ``para_core/weights/fsdp.py``. Tests: tests/weights/test_fsdp.py, and for the checks
+tests/adapters/compatibility/test_checks.py, whose cases are named like the functions here, without ``check_``.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from para_core.cache.options import CacheOptions
 from para_core.distributed.mesh import AnyMesh, GuidedMesh
 from para_core.instance.modules import is_compiled
 from para_core.plans.region import mesh_of_plan
-from para_core.torch_internals import COMPILED_CALL, compile_context
+from para_core.torch_internals import COMPILE_CONTEXT, COMPILED_CALL, compile_context
 from para_core.weights.fsdp import (
     check_shardable,
     gathered_parameters,
@@ -49,7 +50,8 @@ def _check_fsdp_mesh(mesh: GuidedMesh, has_transformer: bool) -> None:
     if mesh.sequence.ranks == 1:
         raise ValueError(
             f"the mesh has {mesh.batch.size} × 1 ranks (batch × sequence), and weights are sharded over the "
-            "sequence ranks: there is nothing to share. Give fewer ranks to 'batch' (max_batch_dim_size=1)."
+            "sequence ranks: there is nothing to share. Give the ranks to the sequence ('ulysses', 'ring') instead of "
+            "'batch' (max_batch_dim_size=1) or 'tensor', or leave the weights whole."
         )
 
 
@@ -144,7 +146,7 @@ def check_fullgraph_of_shards(module: nn.Module, name: str, called: Any) -> None
 def _is_compiled_without_breaks(module: Any) -> bool:
     """Whether ``module`` itself was compiled with ``fullgraph=True``, by ``torch.compile`` or in place."""
     state = module.__dict__
-    contexts = [state.get("dynamo_ctx")]
+    contexts = [state.get(COMPILE_CONTEXT)]
     contexts += [compile_context(compiled) for compiled in (state.get(COMPILED_CALL), state.get("forward"))]
     return any(getattr(context, "fullgraph", False) for context in contexts)
 
@@ -179,6 +181,7 @@ def check_late_quantization(module: nn.Module, name: str) -> None:
 
 
 def _check_call_of_shards(module: nn.Module, name: str, called: Any, mesh: GuidedMesh) -> None:
+    # Without a batch dim, other ranks that share the weights run the same blocks in each call.
     if mesh.batch.size > 1:
         check_shards_in_sequence(module, name)
     check_fullgraph_of_shards(module, name, called)
@@ -186,6 +189,7 @@ def _check_call_of_shards(module: nn.Module, name: str, called: Any, mesh: Guide
 
 
 def _check_cached_call_of_shards(module: nn.Module, name: str, called: Any, options: CacheOptions) -> None:
+    # With any mesh, because caches of other sequences may skip other steps.
     check_shards_in_sequence(module, name)
     check_cached_graph_of_shards(module, name, called)
     check_late_quantization(module, name)

@@ -2,8 +2,8 @@
 
 :func:`one_way` runs such a change. If it fails half-way, the pipeline and its models are marked as unusable.
 The checks here raise for such a pipeline, and for one that has split weights if all are needed, with the
-advice to load it again: nothing gathers weights again. Tests: tests/adapters/parallel/test_undo.py and
-tests/weights/.
+advice to load it again: nothing gathers weights again. Tests: tests/weights/test_load.py, failures in
+``use_after_failure``, and the checks in ``settings_after``.
 """
 
 from __future__ import annotations
@@ -90,6 +90,9 @@ def one_way(owner: Any, modules: Iterable[nn.Module], ranks: AnyMesh, what: str)
     ``modules``: they have :attr:`Slot.UNUSABLE`, whose owner is the message, which :func:`check_usable`
     reads. After an interrupt (``KeyboardInterrupt``) the ranks do not meet, and only this rank's instances
     are marked. ``what`` names the change in messages, such as ``"sharding the weights"``.
+
+    Do not call it inside :func:`together`: its error is not marked as raised on all ranks, so an outer
+    ``together()`` would exchange it once more.
     """
     try:
         with together(ranks, f"{what} failed"):
@@ -102,8 +105,6 @@ def one_way(owner: Any, modules: Iterable[nn.Module], ranks: AnyMesh, what: str)
         for instance in (owner, *modules):
             fill_slot(instance, Slot.UNUSABLE, {"__call__": partial(_raise_unusable, message)}, owner=message)
         if isinstance(error, Exception):
-            # Unlike the error of together(), it is not marked as raised on all ranks, so an outer together() exchanges
-            # it once more. All ranks raise it, so that only costs an all-gather. No caller has such an outer one.
             raise RuntimeError(message) from error
         raise
 
@@ -118,8 +119,9 @@ def _modules_of(owner: Any) -> dict[str, nn.Module]:
     """Return the modules of ``owner``, a pipeline or a model, by their names in messages.
 
     Of a model these are itself and its children. Weights are split, and modules marked, only as components of
-    a pipeline or as the model that the user passed, so a deeper module has neither. Children count, because a
-    pipeline may be a module that keeps its components as children.
+    a pipeline or as the model that the user passed (``Sharding.run`` of ``shard.py``, ``StageChange`` of
+    ``staged_transformer.py``), so a deeper module has neither. Children count, because a pipeline may be a
+    module that keeps its components as children.
     """
     parts = {f"pipe.{name}": part for name, part in vars(owner).items()}
     if isinstance(owner, nn.Module):

@@ -38,16 +38,17 @@ class Split:
             dims is an error. Without ``segment``, a tensor with fewer dims has no dim for tokens and is
             replicated, such as a timestep per sample instead of per token. A tensor with ``like`` and more
             dims is split along ``dim`` all the same.
-        after (`str`, *optional*): Name of a replicated segment whose tokens precede those of ``segment``
-            along ``dim``.
+        after (`str`, *optional*): Name of a replicated segment whose tokens precede those of ``segment`` or
+            ``like`` along ``dim``. Only with one of these.
         then_replicated (`bool`, defaults to `False`): Whether the tokens are followed along ``dim`` by other
             entries, which are replicated. Only with ``like``.
         per (`int`, *optional*, defaults to `1`): Number of entries along ``dim`` for each entry of the
             segment, which stay on one rank: a segment of image rows has many tokens per row. None to infer
-            the number from the size of ``dim`` and an earlier split of the segment; only with ``like``.
+            the number from the size of ``dim`` and an earlier split of the segment; only with ``like``. At
+            least 1.
         after_replicated (`bool`, defaults to `False`): Whether the tokens are preceded along ``dim`` by other
             entries, which are replicated. The segment must have been split earlier, so that its length is
-            known.
+            known. Only with ``segment`` or ``like``.
         runs (`bool`, defaults to `False`): Whether ``dim`` contains all tokens several times in a row, such
             as once per sample. Only with ``like``.
         only (`"first"` or `"last"`, *optional*): Whether ``dim`` has an entry for the first or for the last
@@ -60,7 +61,8 @@ class Split:
             frame. Only with ``segment``.
 
     Raises:
-        ValueError: ``segment`` and ``like`` are both given, or a field lacks the one that it needs.
+        ValueError: ``segment`` and ``like`` are both given, a field lacks the one that it needs, or ``per`` is
+            less than 1.
     """
 
     dim: int
@@ -86,6 +88,13 @@ class Split:
                 f"{self}: then_replicated, runs, only and per=None need the length of a segment that was split "
                 "earlier; expected its name as like."
             )
+        if self.segment is None and self.like is None and (self.after is not None or self.after_replicated):
+            raise ValueError(
+                f"{self}: after and after_replicated need the tokens that follow; expected the name of their segment, "
+                "as segment if the tensor holds them, or as like if it accompanies them."
+            )
+        if self.per is not None and self.per < 1:
+            raise ValueError(f"{self}: expected per to be at least 1, or None.")
         if self.together and self.segment is None:
             raise ValueError(f"{self}: together needs segment, the name of the segment of all these dims.")
 
@@ -175,9 +184,20 @@ class Entries:
     """Rules for the entries of a tuple or list argument, one for each; None leaves an entry unchanged.
 
     Only for tensors that accompany tokens, such as position ids, not for the tokens themselves.
+
+    Raises:
+        ValueError: A rule has ``segment``.
     """
 
     cuts: tuple[Split | None, ...]
+
+    def __post_init__(self) -> None:
+        for cut in self.cuts:
+            if cut is not None and cut.segment is not None:
+                raise ValueError(
+                    f"{self}: an entry accompanies tokens that another rule splits; expected like={cut.segment!r} "
+                    "instead of segment."
+                )
 
 
 @dataclass(frozen=True)
@@ -389,7 +409,7 @@ class Plan:
 
     @property
     def shard_rules(self) -> list[ShardRule]:
-        """The rules for inputs of the model, and for inputs and outputs of submodules."""
+        """The rules of ``inputs`` and ``inner``, and not those of ``outputs`` and ``halos``."""
         return [*self.inputs.values(), *[rule for rules in self.inner.values() for rule in rules.values()]]
 
     def splits(self, segment: str) -> bool:
@@ -398,6 +418,8 @@ class Plan:
 
     def with_replicated(self, segment: str) -> Plan:
         """Return a copy of this plan that keeps ``segment`` on every rank instead of splitting it.
+
+        Tensors of any number of dims are then accepted: ``ndim`` protects a split, and nothing is split.
 
         Raises:
             ValueError: The number of tokens of ``segment`` is not the size of the dim at which the plan splits

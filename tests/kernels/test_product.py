@@ -64,17 +64,23 @@ def test_row_has_the_same_bits_among_any_rows(dtype, data):
     assert torch.equal(product.product(part[None], weight[:half], bias[:half])[0], whole[chosen][:, :half])
 
 
-def test_gradients_are_those_of_a_linear_layer():
-    tensors = [normal(2, 3, 9), normal(5, 9, seed=1), normal(5, seed=2)]
-    grad = normal(2, 3, 5, seed=3)
+@pytest.mark.parametrize(("rows", "inputs", "columns"), [(3, 9, 5), (0, 9, 5), (3, 0, 5), (3, 9, 0)])
+def test_gradients_are_those_of_a_linear_layer(rows, inputs, columns):
+    tensors = [normal(2, rows, inputs), normal(columns, inputs, seed=1), normal(columns, seed=2)]
+    grad = normal(2, rows, columns, seed=3)
     gradients = []
     for function in (product.product, F.linear):
         inputs = [x.clone().requires_grad_() for x in tensors]
-        gradients.append(torch.autograd.grad(function(*inputs), inputs, grad))
+        # In the second product only x has a gradient.
+        outs = [function(*inputs), function(inputs[0], tensors[1])]
+        gradients.append(torch.autograd.grad(outs, inputs, [grad, grad]))
     torch.testing.assert_close(*gradients)
-    x, weight = tensors[0].clone().requires_grad_(), tensors[1]
-    (alone,) = torch.autograd.grad(product.product(x, weight), x, grad)
-    torch.testing.assert_close(alone, gradients[1][0])
+
+
+def test_rows_at_any_address_are_passed_at_a_multiple_of_16_bytes():
+    x = normal(65)[1:].view(2, 32)
+    rows, _ = product._in_blocks(x, normal(4, 32), 32)
+    assert (x.data_ptr() % 16, rows.data_ptr() % 16) == (4, 0)
 
 
 def test_operator_has_a_schema_a_shape_and_a_backward_in_graphs():

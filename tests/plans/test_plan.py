@@ -18,7 +18,7 @@ from para_core.instance.record import filled_slots
 from para_core.plans.apply import apply_plan, remove_plan
 from para_core.plans.apply_rules import RuleExecutor
 from para_core.plans.module_matching import matching_modules
-from para_core.plans.plan import AttentionByHeads, Entries, Gather, Replicate, Split
+from para_core.plans.plan import AttentionByHeads, Count, Entries, Gather, Replicate, Split
 from para_core.plans.published_plan import convert_published_plan
 from para_core.plans.region import mesh_of_plan
 from tests.plans.test_exactness import (
@@ -166,6 +166,7 @@ SECOND_WITHOUT = nn.Sequential(Grouped(), Grouped())
 del SECOND_WITHOUT[1].heads
 MISSING = Plan({"hidden_states": Split(1, "image")}, {"nothing": Gather(1, "image")}, ("image",))
 MISSING_LAST, AT_ONE = replace(MISSING, outputs={"nothing.-1": Gather(1, "image")}), RuleExecutor(one_rank("cpu"))
+NOT_WHOLE = [Split(1, "a", per=2), Split(1, "a", after="b"), Split(1, "a", after_replicated=True), Count("a", (0,))]
 TO_ITSELF, ONE, CAUSAL = (Attention(("tokens",)),), torch.zeros(1, 1), torch.ones(4, 4).tril().bool()
 ATTENDING_Q = replace(HEADS, attention={"0": BY_HEADS, "0.q": TO_ITSELF})
 PAIR, LIKE, FRAMES = (noise(5), None), Split(0, like="video"), Split(0, "video", together=(1,))
@@ -187,10 +188,14 @@ REFUSED = [
     (applied, ((noise(5, 4), FRAMES), (noise(1), LIKE), (noise(3), LIKE)), ValueError, "has 3 entries; expected 20,"),
     (applied, ((noise(2, 4), FRAMES), (noise(2), LIKE), (noise(3), LIKE)), ValueError, "has 3 entries; expected 8,"),
     (applied, ((noise(2, 4), WHOLE), (noise(2), LIKE), (noise(3), LIKE)), ValueError, "has 3 entries; expected 8,"),
-    (Plan({"x": Split(1, "text", per=2)}, {}, ()).with_replicated, ("text",), ValueError, "'text' by .*per=2"),
+    *[(Plan({"x": rule}, {}, ()).with_replicated, ("a",), ValueError, "'a' by ") for rule in NOT_WHOLE],
     (with_grouped_heads, (BY_HEADS, None, {"0.q": {0: LIKE}}), ValueError, "0.q"),
     (with_unfitting_plan, (nn.Sequential(Grouped()), ATTENDING_Q), ValueError, "0.q"),
     (Split, (1, "a", "b"), ValueError, "segment='a', like='b'"),
+    (lambda: Split(1, after="a"), (), ValueError, "after='a'.* need the tokens that follow"),
+    (lambda: Split(1, after_replicated=True), (), ValueError, "after_replicated=True.* need the tokens that follow"),
+    (lambda: Split(1, "a", per=0), (), ValueError, "per=0.* at least 1"),
+    (Entries, ((None, Split(1, "a")),), ValueError, "expected like='a'"),
     (by_rows, (lambda x: F.scaled_dot_product_attention(x, x, x),), RuntimeError, SUMS),
     (by_rows, (lambda x: torch.ops.aten.scaled_dot_product_attention(x, x, x),), RuntimeError, SUMS),
     (by_rows, (lambda x: x,), RuntimeError, r"\[\('sum', 0\), \('matmul', 1\)\]"),
@@ -223,6 +228,11 @@ def refuse_all():
 
 def test_what_does_not_fit_raises_on_every_rank(rank_pool):
     rank_pool.run(refuse_all, 2)
+
+
+def test_entries_that_accompany_replicated_tokens_stay_whole():
+    plan = Plan({"ids": Entries((Split(1, like="text"), LIKE))}, {}, ())
+    assert plan.with_replicated("text").inputs == {"ids": Entries((None, LIKE))}
 
 
 def test_last_module_is_the_last_of_a_compiled_list_that_holds_one_twice():

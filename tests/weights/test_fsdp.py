@@ -123,11 +123,11 @@ def gather_one_block_in_advance(shape):
 
 def refuse_meshes():
     pipe, of_branches = make("flux"), cpu_mesh(1, 1, batch=2)
-    with pytest.raises(ValueError, match=r"mesh .*2 × 1 "):
-        shard_weights(pipe, of_branches)
+    of_heads = init_device_mesh("cpu", (1, 2), mesh_dim_names=("ulysses", "tensor"))
     three = init_device_mesh("cpu", (2, 1, 1), mesh_dim_names=("a", "b", "c"))
-    with pytest.raises(ValueError, match=r"mesh .*3 dims .*\(2, 1, 1\)"):
-        shard_weights(pipe, three)
+    for mesh, message in ((of_branches, "2 × 1 "), (of_heads, "2 ranks along 'tensor'"), (three, r"3 dims .*2, 1, 1")):
+        with pytest.raises(ValueError, match=f"mesh .*{message}"):
+            shard_weights(pipe, mesh)
     other = init_device_mesh("cpu", (1,), mesh_dim_names=("alone",))
     if of_branches.get_rank() == 1:
         with pytest.raises(ValueError, match=r"rank 1 .*mesh of 1 "):

@@ -263,10 +263,6 @@ def named_twice(mesh):
     return pipe
 
 
-def with_hook(part):
-    return changed(part, _hf_hook=object())
-
-
 def cache(model):
     model.enable_cache(FirstBlockCacheConfig(0.1))
 
@@ -279,10 +275,8 @@ def compiled_blocks(pipe, mesh, **of_case):
     return of_pipe(pipe, compiled_in_place(pipe.transformer), mesh=mesh, **of_case)
 
 
-def drop(model):
-    apply_layer_skip(model, LayerSkipConfig([1], dropout=0.5))
-
-
+with_hook = partial(changed, _hf_hook=object())
+DROP = partial(apply_layer_skip, config=LayerSkipConfig([1], dropout=0.5))
 SEG = SmoothedEnergyGuidance(seg_guidance_layers=[1])
 CACHE, LAST = CacheOptions(0.1), CacheOptions(0.1, always_compute_last=True)
 UNCACHED = Adapter("OtherModel", "", uncached="its blocks store keys")
@@ -351,7 +345,7 @@ CASES = {
         "'flash' .*backend='math'" + BACKEND,
     ),
     "no_cache_of_diffusers": (lambda mesh: of_pipe(pipe_with(cache), mesh=mesh), r"Config\), .*disable_cache\(\)"),
-    "hooks_of_diffusers": (lambda mesh: of_pipe(pipe_with(drop), mesh=mesh), r"diffusers.* \w+ at '.*': .*drops"),
+    "hooks_of_diffusers": (lambda mesh: of_pipe(pipe_with(DROP), mesh=mesh), r"diffusers.* \w+ at '.*': .*drops"),
     "guider": (lambda mesh: of_pipe(changed(flux_pipe(), guider=SEG), mesh=mesh), r"^pipe\.guider .*Guidance: .*blurs"),
     "guider, second": (lambda mesh: of_pipe(changed(flux_pipe(), guider_2=SEG), mesh=mesh), r"^pipe\.guider_2 .*blurs"),
     "cache_has_transformer": (lambda _: case(None, Parts(prior=nn.Linear(1, 1))), "^Parts .*cached.* transformer"),
