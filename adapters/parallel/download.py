@@ -14,45 +14,50 @@ from typing import Any
 
 from para_core.distributed.agree import agree, exchange, together
 from para_core.distributed.mesh import GuidedMesh
+from para_core.distributed.records import Record
 
 # Seconds between two exchanges of the ranks while one downloads. A download may take longer than the time-out
 # of the process group, so a single collective at its end would fail.
 _INTERVAL = 1.0
 # The record that all ranks bring to each of these exchanges.
-_WAITING = {"waiting for": "a download"}
+_WAITING: Record = {"waiting for": "a download"}
 
 
 def download_once_per_node(
     pipeline: Any, name: str | Path, mesh: GuidedMesh, options: Mapping[str, Any]
 ) -> None:
-    """Download ``name`` on one rank per host and cache folder, and wait until all downloads are complete.
+    """Download ``name`` on one rank of each node, and wait until all downloads are complete.
 
     A collective call: all ranks of ``mesh`` raise if a download fails. Nothing is downloaded if ``name`` is a
-    local folder or ``options``, the keyword arguments of ``pipeline.download``, have ``local_files_only``.
+    local folder or ``options`` have ``local_files_only``. They are the keyword arguments of
+    ``pipeline.from_pretrained``; a component among them, such as ``vae=``, is not downloaded.
+
+    Ranks are on one node if the names of their hosts and the paths of their cache folders are equal. This
+    assumes that such ranks share the folder: containers with equal host names, but with folders of their own,
+    would find nothing in the folder of a rank that downloaded nothing.
     """
     with together(mesh, f"{name} could not be looked up"):
         wanted = not Path(name).is_dir() and not options.get("local_files_only", False)
         node = {"host": socket.gethostname(), "cache": _hub_cache_of(options)}
+    # The index of a record is the rank that brought it.
     records = exchange({**node, "wanted": wanted}, mesh)
     first = wanted and records.index({**node, "wanted": True}) == mesh.rank
     pending = None
     if first:
         pending = _start_download(lambda: pipeline.download(str(name), **options))
     while True:
-        done = pending is None or bool(wait([pending], timeout=_INTERVAL).done)
+        # A rank that downloads nothing does not wait here, but in agree(), for those that download.
+        complete = pending is None or bool(wait([pending], timeout=_INTERVAL).done)
         problem = None
-        if done and pending is not None:
+        if complete and pending is not None:
             problem = pending.exception()
+        record: Record | Exception = _WAITING
         if problem is not None:
-            agree(
-                RuntimeError(
-                    f"{name} is no folder here, and could not be downloaded: {type(problem).__name__}: {problem}. "
-                    "Without a connection, download it before on each node, and give the folder, or "
-                    "local_files_only=True."
-                ),
-                mesh,
+            record = RuntimeError(
+                f"{name} is no folder here, and could not be downloaded: {type(problem).__name__}: {problem}. "
+                "Without a connection, download it before on each node, and give the folder, or local_files_only=True."
             )
-        if all(done for (done,) in agree(_WAITING, mesh, [int(done)])):
+        if all(number for (number,) in agree(record, mesh, [int(complete)])):
             return
 
 

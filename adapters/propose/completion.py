@@ -13,7 +13,7 @@ from para_core.adapters.propose.overrides import Answers
 from para_core.adapters.propose.plan_check import PlanCheck
 from para_core.adapters.propose.proposal import Proposal
 from para_core.adapters.propose.region import ObservedRegion
-from para_core.adapters.propose.samples import DependentSamplesError, with_samples
+from para_core.adapters.propose.samples import InseparableSamplesError, with_samples
 from para_core.adapters.propose.stack import StackGuess, guess_stacks
 from para_core.cache.blocks import CachedBlocks
 from para_core.comparison.cached_call import CachedCallError, error_of_cached_call
@@ -56,7 +56,7 @@ def _add_samples(proposal: Proposal, plan: Plan, check: PlanCheck, samples: int)
     """
     try:
         plan = with_samples(check.module, plan, check.examples[0], samples, check.tolerance)
-    except DependentSamplesError as error:
+    except InseparableSamplesError as error:
         return _with_question(proposal, f"samples: {error}")
     return replace(proposal, plan=plan)
 
@@ -76,7 +76,7 @@ def _ask_about_samples(
         return proposal
     try:
         with_samples(check.module, plan, check.examples[0], samples, check.tolerance)
-    except DependentSamplesError:
+    except InseparableSamplesError:
         return proposal
     return _with_question(
         proposal,

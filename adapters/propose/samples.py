@@ -21,8 +21,10 @@ from para_core.dataclass_fields import map_leaves
 from para_core.plans.plan import Plan
 
 
-class DependentSamplesError(ValueError):
-    """Error for samples whose results depend on their batch, and for a batch of fewer than two."""
+class InseparableSamplesError(ValueError):
+    """Error for samples that no plan can split: their results depend on their batch, the model fails with one of
+    them alone, no argument holds them, or there are fewer than two.
+    """
 
 
 # Samples whose results one by one differ by less than this, relatively, do not depend on each other, in any
@@ -36,18 +38,25 @@ def with_samples(
     """Return ``plan`` with ``batched`` and ``common``, for a model that computes all CFG branches in one
     call.
 
-    The first dim of length ``samples`` of an argument counts as its sample dim. ``tolerance`` is the relative
-    error below which results count as equal: kernels round a batch and a single sample differently.
+    The first dim of length ``samples`` of an argument counts as its sample dim. The order of ``batched`` is that
+    of ``inputs``: a plan reads the number of samples from its first entry. The samples are computed one by one
+    only with ``inputs``, so a wrong dim that gives the same result with these is not noticed. ``tolerance`` is the
+    relative error below which results count as equal: kernels round a batch and a single sample differently.
 
     Raises:
-        DependentSamplesError: The samples one by one do not give the same result as in the batch, or
-            ``samples`` is less than 2.
+        InseparableSamplesError: The samples one by one fail, or do not give the same result as in the batch; no
+            argument has ``samples`` samples; or ``samples`` is less than 2.
     """
     if samples < 2:
-        raise DependentSamplesError(
+        raise InseparableSamplesError(
             f"the number of samples is {samples}; expected at least 2, so that they can be split."
         )
     batched = _sample_dims(inputs, samples)
+    if not batched:
+        raise InseparableSamplesError(
+            f"no argument has a dim of {samples}, the same one in all its tensors; expected the number of samples in "
+            "a call."
+        )
     with torch.no_grad():
         expected = tensors_in(module(**copy_containers(inputs)))
         try:
@@ -56,12 +65,12 @@ def with_samples(
         # sample. Outputs without a dim of samples, such as a loss, or of another number for each sample, cannot
         # be put into one batch.
         except Exception as failure:
-            raise DependentSamplesError(
+            raise InseparableSamplesError(
                 f"one sample of {samples} at a time fails: {type(failure).__name__}: {failure}"
             ) from failure
     error = largest_error(parts, expected)
     if not error < max(tolerance, _LEAST_TOLERANCE):
-        raise DependentSamplesError(
+        raise InseparableSamplesError(
             f"one sample of {samples} at a time gives another result than all at once (error {error:.1e})."
         )
     common = tuple(name for name, value in inputs.items() if name not in batched and tensors_in(value))
@@ -69,7 +78,12 @@ def with_samples(
 
 
 def _sample_dims(inputs: Mapping[str, Any], samples: int) -> dict[str, int]:
-    """Return the sample dim of each argument all of whose tensors have samples in one dim."""
+    """Return the sample dim of each argument all of whose tensors have samples in one dim.
+
+    These are guesses by lengths. Of ``[2, 2, C]`` the first dim is taken for two samples, even if they lie in the
+    second one. No dim is found for an argument whose tensors have samples in different dims, nor for a list with
+    an entry for each sample, so it counts as common to all samples.
+    """
     dims: dict[str, int] = {}
     for name, value in inputs.items():
         shapes = [tuple(x.shape) for x in tensors_in(value)]

@@ -30,11 +30,6 @@ def make_model_card(model: PipelineInfo) -> dict[str, Any]:
     in which ``size`` is None if only the loaded pipeline knows it; and ``example``, fields of a request that
     fits the model. ``page.html`` fills its form with these.
     """
-    # If the model is a local folder, show only the last part of the path, because clients must not learn
-    # paths of this machine.
-    name = model.name
-    if Path(name).is_dir():
-        name = Path(name).name
     values = {**model.fields, **model.defaults}
     defaults = {key: values[key] for key in _SHOWN_DEFAULTS if _is_number(values.get(key))}
     width, height = values.get("width"), values.get("height")
@@ -43,11 +38,11 @@ def make_model_card(model: PipelineInfo) -> dict[str, Any]:
         size = f"{width}x{height}"
     example = {"prompt": _EXAMPLE_PROMPTS[model.kind]}
     if _is_tiny(model):
-        name = "tiny-flux"
+        # The page needs this size if the model was named by its path: only without a name it has defaults.
         tiny_size = f"{TINY_FLUX_FIELDS['width']}x{TINY_FLUX_FIELDS['height']}"
         example = {"prompt": _TINY_PROMPT, "size": tiny_size}
     return {
-        "id": name or model.pipeline,
+        "id": _public_name(model),
         "object": "model",
         "created": int(time.time()),
         "owned_by": "para_core",
@@ -58,11 +53,24 @@ def make_model_card(model: PipelineInfo) -> dict[str, Any]:
     }
 
 
+def _public_name(model: PipelineInfo) -> str:
+    """Return the name by which clients know ``model``: that of its repository, or the last part of a local path,
+    because clients must not learn paths of this machine.
+    """
+    if _is_tiny(model):
+        return "tiny-flux"
+    name = model.name
+    if Path(name).exists():  # The folder, or the single file of weights.
+        name = Path(name).name
+    return name or model.pipeline
+
+
 def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _is_tiny(model: PipelineInfo) -> bool:
+    """Whether ``model`` is the tiny FLUX of this checkout. An installed package has none, and no other name for it."""
     with suppress(OSError):
         return Path(model.name).resolve() == find_tiny_flux().resolve()
     return False

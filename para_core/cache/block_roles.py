@@ -179,12 +179,15 @@ class BlockRole:
             outputs = (output,)
         elif not isinstance(output, tuple):
             outputs = as_output_tuple(output)
+        # The usual case, in fewer Python calls. A graph is traced once, so there they do not count.
         if self.streams_are_parameters and len(outputs) == len(inputs) and not torch.compiler.is_compiling():
             for x, y in zip(inputs, outputs, strict=True):
                 if not (isinstance(x, Tensor) and isinstance(y, Tensor) and x.shape == y.shape):
                     break
             else:
                 return outputs
+        # With another number of outputs the check below raises, unless the streams are fields of one dataclass and
+        # the block returned a tensor for each.
         if len(self.stream_parameters) == len(outputs):
             names = [name for name, _ in self.stream_parameters]
             outputs = self._tensors(dict(zip(names, outputs, strict=True)))
@@ -227,7 +230,7 @@ def roles_of(
 
     Raises:
         ValueError: The model does not have the blocks that ``blocks`` names, runs one of them several times, or
-            no block would be skipped.
+            no block would be skipped; or the first blocks are not all in the first group.
     """
     stack: list[_StackItem] = []
     for group_index, group in enumerate(blocks.groups):
@@ -243,10 +246,16 @@ def roles_of(
         )
     stop = len(stack) - last_blocks
     in_first_group = sum(group_index == 0 for _, group_index, _ in stack)
-    if first_blocks >= stop or first_blocks > in_first_group:
+    if first_blocks >= stop:
         raise ValueError(
-            f"{type(module).__name__} has {len(stack)} blocks, {in_first_group} of them in its first group; with "
-            f"first_blocks={first_blocks} and last_blocks={last_blocks} none is left to skip. Choose fewer."
+            f"{type(module).__name__} has {len(stack)} blocks; with first_blocks={first_blocks} and "
+            f"last_blocks={last_blocks} none is left to skip. Choose fewer."
+        )
+    if first_blocks > in_first_group:
+        raise ValueError(
+            f"{type(module).__name__} has {in_first_group} blocks in its first group; expected at most as many "
+            f"first_blocks, not {first_blocks}: their residual is the change of one stream, and other groups have "
+            "other streams."
         )
     skipped_by_group: dict[int, list[int]] = {}
     for index in range(first_blocks, stop):

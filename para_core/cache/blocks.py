@@ -32,7 +32,7 @@ class BlockGroup:
         between (`tuple[str, ...]`, defaults to `()`): Names of arguments of the model, such as residuals of a
             ControlNet. If one of them is passed, the model computes something between its blocks although
             ``chained`` is set.
-        samples (`int`, defaults to `0`): Index of the batch dim of ``measured``: 0 for ``[B, S, C]``, 1 for
+        samples (`int`, defaults to `0`): Index of the batch dim of all streams: 0 for ``[B, S, C]``, 1 for
             ``[S, B, C]``.
 
     Raises:

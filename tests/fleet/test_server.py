@@ -84,7 +84,7 @@ class StandIn:
 def serving(backend=None, *, pipeline=FluxKontextPipeline, others=(), mounted="", **options):
     """Yield the port of a running server, in an application that mounts it at a path, and its backend."""
     backend = backend or StandIn()
-    server = Server(backend, replace(describe_class("", pipeline, {}), others=others), ServerOptions(**options))
+    server = Server(backend, replace(describe_class(__file__, pipeline, {}), others=others), ServerOptions(**options))
     backend.server = server
     app = FastAPI()
     app.mount(mounted, server.app)

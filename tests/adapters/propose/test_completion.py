@@ -7,7 +7,7 @@ from torch import nn
 from para_core.adapters.propose import completion
 from para_core.adapters.propose.plan_check import PlanCheck
 from para_core.adapters.propose.proposal import Proposal
-from para_core.adapters.propose.samples import DependentSamplesError, with_samples
+from para_core.adapters.propose.samples import InseparableSamplesError, with_samples
 from para_core.adapters.propose.stack import StackGuess
 from para_core.cache.blocks import BlockGroup, CachedBlocks
 from para_core.plans.plan import Plan
@@ -27,11 +27,11 @@ CHECK = PlanCheck(RoundsByBatch(1, 1), [INPUTS])
 
 def test_samples_that_differ_by_rounding_do_not_depend_on_each_other():
     assert with_samples(CHECK.module, PLAN, INPUTS, 2, tolerance=5e-2).batched == {"hidden_states": 0}
-    with pytest.raises(DependentSamplesError):
+    with pytest.raises(InseparableSamplesError):
         with_samples(CHECK.module, PLAN, INPUTS, 2, tolerance=1e-5)
-    with pytest.raises(DependentSamplesError, match="zero-dimensional"):
+    with pytest.raises(InseparableSamplesError, match="zero-dimensional"):
         with_samples(lambda hidden_states: (hidden_states, hidden_states.sum()), PLAN, INPUTS, 2, tolerance=1e-5)
-    with pytest.raises(DependentSamplesError, match=r"of 2 .*inf"):
+    with pytest.raises(InseparableSamplesError, match=r"of 2 .*inf"):
         with_samples(lambda hidden_states: [hidden_states] * len(hidden_states), PLAN, INPUTS, 2, tolerance=1e-5)
 
 
@@ -39,12 +39,12 @@ def test_text_without_tokens_is_checked_on_ranks_that_divide_the_image_unevenly(
     assert list(CHECK._meshes(0, [(4,), (0,)])) == [(1, 3), (3, 1)]
 
 
-@pytest.mark.parametrize("samples", [1, 0, -2])
-def test_answer_of_too_few_samples_gives_a_question(samples):
+@pytest.mark.parametrize(("samples", "problem"), [(1, "the number of samples is 1;"), (5, "no argument has a dim of")])
+def test_answer_of_a_wrong_number_of_samples_gives_a_question(samples, problem):
     answers = {"samples": samples, "CachedBlocks": None}
     proposal = completion.complete_proposal(Proposal("a", PLAN, error=0.0), CHECK, answers, None)
     assert proposal.plan == PLAN
-    assert proposal.questions[0].startswith(f"samples: the number of samples is {samples};")
+    assert proposal.questions[0].startswith(f"samples: {problem}")
 
 
 def test_question_about_blocks_shows_the_likeliest_guess(monkeypatch):
