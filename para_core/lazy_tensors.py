@@ -20,6 +20,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from para_core.dataclass_fields import leaves_of, map_leaves
 from para_core.torch_internals import disabled_torch_function, make_wrapper_subclass, pytree
 
+# An operator in place that keeps the shape, although it has the tag of those that change it.
+_DETACH = torch.ops.aten.detach_.default
+
 
 @dataclass(frozen=True)
 class Expected:
@@ -44,7 +47,11 @@ class LazySource(Protocol):
         """Whether :meth:`value` neither waits nor exchanges anything."""
 
     def value(self) -> Tensor:
-        """Return an ordinary tensor with the data. May wait, and may be a collective call."""
+        """Return an ordinary tensor with the data. May wait, and may be a collective call.
+
+        It is the same object at each call, because operators in place, and code that keeps it, change or
+        compare this tensor.
+        """
 
     def postpone(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Return the results of the operator call ``func(*args, **kwargs)`` as lazy tensors; None to run it
@@ -85,11 +92,28 @@ class LiveTensors:
                     fill = float("nan")
                 value = torch.full(x.shape, fill, dtype=x.dtype, device=x.device)
             # If the user holds a weak reference to the tensor, it cannot be swapped, and remains a lazy
-            # tensor that has its data.
-            if not weakref.getweakrefs(x):
+            # tensor, of which this is the data.
+            if weakref.getweakrefs(x):
+                x.source = _PresentData(self, value)
+            else:
                 torch.utils.swap_tensors(x, value)
             # After the swap this is the lazy tensor, which may be a view.
             del value
+
+
+@dataclass(eq=False)
+class _PresentData:
+    """The source of a lazy tensor whose data is ``data``."""
+
+    live: LiveTensors
+    data: Tensor
+    is_ready: bool = True
+
+    def value(self) -> Tensor:
+        return self.data
+
+    def postpone(self, func: Any, args: Any, kwargs: Any) -> Any:
+        return None
 
 
 class LazyTensor(Tensor):
@@ -115,6 +139,9 @@ class LazyTensor(Tensor):
     def numpy(self, *args: Any, **kwargs: Any) -> Any:
         return self.source.value().numpy(*args, **kwargs)
 
+    def tolist(self) -> Any:
+        return self.source.value().tolist()
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.source.value().__reduce_ex__(protocol)
 
@@ -128,6 +155,12 @@ class LazyTensor(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        if torch.Tag.inplace_view in func.tags and isinstance(args[0], LazyTensor) and func is not _DETACH:
+            # The data would get the new shape, but nothing can change the shape of the lazy tensor.
+            raise RuntimeError(
+                f"{func} changes the shape of a tensor in place, {list(args[0].shape)}, that is a result of a parallel "
+                "model call. Use the function without the underscore, which returns another tensor."
+            )
         args, kwargs = pytree.tree_map_only(LazyTensor, _ready_value, (args, kwargs or {}))
         for x in pytree.tree_leaves((args, kwargs)):
             if isinstance(x, LazyTensor):
@@ -189,5 +222,6 @@ def run_without_data(func: Any, args: Any, kwargs: Any) -> Any:
     except (NotImplementedError, RuntimeError):
         # Either the operator has no meta kernel, or the shapes of its results depend on data, or the
         # arguments are invalid. The caller then runs the operator on data, which raises the right error for
-        # invalid arguments.
+        # invalid arguments. Errors of other types, such as IndexError for a dim, do not depend on data, so
+        # they are raised here.
         return None

@@ -187,9 +187,10 @@ def guide(batch, ulysses, compiled):
 
     def step(x):
         sequence = cp.sequence(x.shape[1])
-        own = cp.shard(cp.split_branches(x), dim=1, sequence=sequence)
-        assert own.shape[0] == x.shape[0] // batch
-        return cp.merge_branches(cp.gather(model(own), dim=1, sequence=sequence))
+        branches = cp.split_branches(x.mT.contiguous().mT)
+        assert branches.shape[0] == x.shape[0] // batch and branches.is_contiguous() == (batch > 1)
+        own = model(cp.shard(branches, dim=1, sequence=sequence))
+        return cp.merge_branches(cp.gather(own, dim=1, sequence=sequence))
 
     if compiled:
         step = torch.compile(step, fullgraph=True, backend="aot_eager")

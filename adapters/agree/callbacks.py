@@ -60,10 +60,19 @@ def wrap_callbacks(
             if hasattr(callback, "tensor_inputs"):
                 # Pipelines check the class of a PipelineCallback, so wrap its method instead of replacing it.
                 stack.callback(empty_slot, callback, slot)
-                fill_slot(callback, slot, {"__call__": run}, permits_copies=True)
+                fill_slot(callback, slot, {"__call__": partial(_run_method, run)}, permits_copies=True)
             else:
                 wrapped[name] = partial(run, callback)
         yield wrapped
+
+
+def _run_method(
+    run: Callable[..., Any], call: Callable[..., Any], callback: object, /, *args: Any, **kwargs: Any
+) -> Any:
+    """Return ``run(function, *args, **kwargs)``, where ``function`` runs the method ``call`` of ``callback``, so that
+    ``run`` gets the arguments that it gets for a callback that is a function.
+    """
+    return run(partial(call, callback), *args, **kwargs)
 
 
 class CheckedCallbacks:
@@ -81,37 +90,36 @@ class CheckedCallbacks:
     def run(self, callback: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Return ``callback(*args, **kwargs)``, after all ranks have run their callback. Collective.
 
-        Raises ``RuntimeError`` if the callback raised on another rank, and ``ValueError`` if its effect
-        differs. If only values of tensors or LoRAs differ, the next call of this method or of :meth:`finish`
-        raises that.
+        Raises ``RuntimeError`` if the callback, or reading its effect, raised on another rank, and
+        ``ValueError`` if its effect differs. If only values of tensors or LoRAs differ, the next call of this
+        method or of :meth:`finish` raises that.
         """
-        inputs = materialize(_tensors_by_name(args))
-        before = PendingRecord(_named_values(inputs))
         try:
+            inputs = materialize(_tensors_by_name(*args, **kwargs))
+            before = PendingRecord(_named_values(inputs))
             result = callback(*args, **kwargs)
+            outputs = {**inputs, **materialize(_tensors_by_name(result))}
+            regions = {
+                name: (region_of(module), module) for name, module in transformers_of(self._pipe).items()
+            }
+            planned = {
+                name: (region, module) for name, (region, module) in regions.items() if region is not None
+            }
+            state = self._describe_state(outputs)
+            state |= {
+                f"changes of code inside pipe.{name}": region.check.note_changes()
+                for name, (region, _) in planned.items()
+            }
         except Exception as error:
-            # Raise the error of the callback, even if no other rank answers.
+            # Raise the error of this rank, even if no other rank answers.
             with suppress(RuntimeError):
-                agree(RuntimeError(f"its callback raised {type(error).__name__}: {error}"), self._mesh)
+                agree(
+                    RuntimeError(
+                        f"its callback, or reading its effect, raised {type(error).__name__}: {error}"
+                    ),
+                    self._mesh,
+                )
             raise
-        outputs = {**inputs, **materialize(_tensors_by_name((result,)))}
-        scale = getattr(self._pipe, "_guidance_scale", None)
-        if not (scale is None or isinstance(scale, (bool, int, float, str))):
-            scale = describe_value(scale)  # repr of a tensor names its device
-        state: Record = {
-            # Callbacks set _interrupt to end a generation, and _guidance_scale to end its guidance. Pipelines
-            # read only whether _interrupt is true, which may be a tensor: the result of a comparison.
-            "interrupt": bool(getattr(self._pipe, "_interrupt", False)),
-            "guidance_scale": scale,
-            **{f"shape of {name}": str(list(x.shape)) for name, x in outputs.items()},
-            **{f"dtype of {name}": str(x.dtype).removeprefix("torch.") for name, x in outputs.items()},
-        }
-        regions = {name: (region_of(module), module) for name, module in transformers_of(self._pipe).items()}
-        planned = {name: (region, module) for name, (region, module) in regions.items() if region is not None}
-        state |= {
-            f"changes of code inside pipe.{name}": region.check.note_changes()
-            for name, (region, _) in planned.items()
-        }
         self._compare(state)
         # A callback may have set other attention processors or hooks.
         for region, module in planned.values():
@@ -122,6 +130,20 @@ class CheckedCallbacks:
             PendingRecord(describe_loras(self._pipe)),
         )
         return result
+
+    def _describe_state(self, outputs: Mapping[str, Tensor]) -> Record:
+        """Return the attributes of the pipeline that callbacks set, and the shapes and dtypes of ``outputs``."""
+        scale = getattr(self._pipe, "_guidance_scale", None)
+        if not (scale is None or isinstance(scale, (bool, int, float, str))):
+            scale = describe_value(scale)  # repr of a tensor names its device
+        return {
+            # Callbacks set _interrupt to end a generation, and _guidance_scale to end its guidance. Pipelines
+            # read only whether _interrupt is true, which may be a tensor: the result of a comparison.
+            "interrupt": bool(getattr(self._pipe, "_interrupt", False)),
+            "guidance_scale": scale,
+            **{f"shape of {name}": str(list(x.shape)) for name, x in outputs.items()},
+            **{f"dtype of {name}": str(x.dtype).removeprefix("torch.") for name, x in outputs.items()},
+        }
 
     def finish(self) -> None:
         """Compare the values of tensors and LoRAs after the last callback, if there was one. Collective."""
@@ -135,6 +157,7 @@ class CheckedCallbacks:
         if pending is not None:
             before, after, loras = (record.wait() for record in pending)
             values = dict(after)
+            # Values that a callback left alone may have differed before it, which it must not be blamed for.
             for name, text in after.items():
                 if before.get(name) == text:
                     values[name] = "unchanged"
@@ -146,14 +169,14 @@ def _named_values(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {f"values of {name}": x for name, x in tensors.items()}
 
 
-def _tensors_by_name(values: tuple[Any, ...]) -> dict[str, Tensor]:
-    """Return the tensors among ``values`` by name.
+def _tensors_by_name(*args: Any, **kwargs: Any) -> dict[str, Tensor]:
+    """Return the tensors among the arguments, and in dicts among them, by name.
 
     A callback takes and returns its tensors in a dict, or as separate arguments in the deprecated form of
     callbacks.
     """
-    named = {f"argument {index}": value for index, value in enumerate(values)}
-    for value in values:
+    named = {f"argument {index}": value for index, value in enumerate(args)} | kwargs
+    for value in (*args, *kwargs.values()):
         if isinstance(value, Mapping):
             named.update(value)
     return {name: value for name, value in named.items() if isinstance(value, Tensor)}

@@ -6,7 +6,8 @@ wrapper subclass, as torchao's are, fails with "There was no rule registered for
 ``F.linear`` with such a weight is therefore replaced by a function that takes the plain tensors inside it,
 and rebuilds the weight from them. Other operators on such weights still fail.
 
-Only :mod:`.graph` uses this, while Dynamo traces. Tests: tests/cache/test_graph.py.
+Only :mod:`.graph` uses this, while Dynamo traces. Tests: tests/cache/test_graph.py, where
+the tests with *quantized* in their names have such weights.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def cond(
         RuntimeError: A function returned None for an output of ``present``.
     """
 
-    def flatten(make: Callable[[], Streams]) -> tuple[Tensor, ...]:
+    def compute_in_one_dim(make: Callable[[], Streams]) -> tuple[Tensor, ...]:
         # torch.cond requires that its outputs are not views, and that both branches return equal strides. If
         # a size is symbolic, it derives the strides of the result from the sizes, and fails if a dim has size
         # 1 or if the branches have different expressions for a size. A tensor with one dim always has stride
@@ -63,16 +64,18 @@ def cond(
             )
         return tuple([x.clone(memory_format=torch.contiguous_format).view(-1) for x in tensors])
 
-    flat = torch.cond(condition, lambda: flatten(if_true), lambda: flatten(if_false), ())
+    flat = torch.cond(
+        condition, lambda: compute_in_one_dim(if_true), lambda: compute_in_one_dim(if_false), ()
+    )
     outputs: list[Tensor | None] = [None] * len(inputs)
     for i, x in zip(present, flat, strict=True):
-        shape: Any = inputs[i]
-        outputs[i] = x.view(shape.shape)
+        like: Any = inputs[i]
+        outputs[i] = x.view(like.shape)
     return tuple(outputs)
 
 
 class WrappedLinear(NamedTuple):
-    """A layer ``module`` whose weight is a tensor wrapper subclass, and which calls ``F.linear`` with it.
+    """A layer ``module`` whose weight is a tensor wrapper subclass, and how to compute ``F.linear`` with it.
 
     Args:
         paths: The attribute paths from its weight to the plain tensors inside.
@@ -90,6 +93,9 @@ class WrappedLinear(NamedTuple):
 def find_wrapped_linears(block: nn.Module, before: Iterable[WrappedLinear] = ()) -> list[WrappedLinear]:
     """Return the layers of ``block`` whose weights are tensor wrapper subclasses, such as torchao's.
 
+    Embeddings and norms with such a weight are among them, whose entries are never used, because they do not
+    call ``F.linear``.
+
     Entries of the previous result ``before`` that are still valid are returned again: graphs guard on these
     objects.
     """
@@ -99,7 +105,7 @@ def find_wrapped_linears(block: nn.Module, before: Iterable[WrappedLinear] = ())
         weight: Any = getattr(module, "weight", None)
         if not hasattr(weight, "__tensor_flatten__") or isinstance(weight, DTensor):
             continue
-        paths, structure = _flatten(weight)
+        paths, structure = _take_apart(weight)
         layer = earlier.get(id(module))
         if layer is None or layer.structure != structure:
             layer = WrappedLinear(module, paths, structure, _linear_of(structure))
@@ -132,11 +138,16 @@ class GroupBlocks:
     def call(self, block: nn.Module, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Return ``call(block, *args, **kwargs)``, where ``block`` is one of the group.
         Linear layers with quantized weights compute with plain tensors.
+
+        Raises:
+            ValueError: ``block`` is none of the group.
         """
-        layers = next(
-            layers for (other, _), layers in zip(self._blocks, self._layers, strict=True) if other is block
+        for (other, _), layers in zip(self._blocks, self._layers, strict=True):
+            if other is block:
+                return _call_in_branch(layers, call, block, *args, **kwargs)
+        raise ValueError(
+            f"this {type(block).__name__} is none of the {len(self._blocks)} blocks of the group."
         )
-        return _call_in_branch(layers, call, block, *args, **kwargs)
 
 
 def _call_in_branch(
@@ -146,11 +157,11 @@ def _call_in_branch(
     if not layers:
         return call(*args, **kwargs)
 
-    def run(*args: Any) -> Any:
+    def run() -> Any:
         with _PlainWeights(layers):
             return call(*args, **kwargs)
 
-    return run_in_branch(run, *args)
+    return run_in_branch(run)
 
 
 class _PlainWeights(TorchFunctionMode):
@@ -164,15 +175,17 @@ class _PlainWeights(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        if func is F.linear and len(args) > 1:
+        if func is F.linear:
+            x, weight, bias = _arguments_of_linear(*args, **(kwargs or {}))
             for layer in self._layers:
-                weight = layer.module.weight
-                if args[1] is weight:
-                    bias = None
-                    if len(args) > 2:
-                        bias = args[2]
-                    return layer.linear(args[0], bias, *[_at(weight, path) for path in layer.paths])
+                if weight is layer.module.weight:
+                    return layer.linear(x, bias, *[_at(weight, path) for path in layer.paths])
         return call_original(func, args, kwargs or {})
+
+
+def _arguments_of_linear(input: Any, weight: Any, bias: Any = None) -> tuple[Any, Any, Any]:
+    """Return the arguments of a call of ``F.linear``, which has these parameters, in order."""
+    return input, weight, bias
 
 
 def _at(weight: Any, path: Path) -> Any:
@@ -192,7 +205,7 @@ class _WeightStructure(NamedTuple):
     inner: tuple[tuple[str, _WeightStructure | None], ...]
 
 
-def _flatten(weight: Any) -> tuple[list[Path], _WeightStructure]:
+def _take_apart(weight: Any) -> tuple[list[Path], _WeightStructure]:
     """Return the paths to the plain tensors inside ``weight``, in the order in which :func:`_build` takes
     them, and its structure.
     """
@@ -202,7 +215,7 @@ def _flatten(weight: Any) -> tuple[list[Path], _WeightStructure]:
     for name in names:
         x = getattr(weight, name)
         if hasattr(x, "__tensor_flatten__"):
-            paths_inside, structure = _flatten(x)
+            paths_inside, structure = _take_apart(x)
             paths += [(name, *path) for path in paths_inside]
             inner.append((name, structure))
         else:

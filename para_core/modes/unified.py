@@ -151,8 +151,9 @@ class UnifiedAttnMode(LayoutMode):
         self._is_sdpa = (
             self._mesh.ranks == 1 and not self._options.by_position and self._options.backend is None
         )
-        # intercepted: whether attention was called since the mode was entered. current_call.py sets it from
-        # outside for a cache that skips all blocks. _warned: whether the warning of _check_use was given.
+        # intercepted: whether attention was called since the mode was entered. It is public, because
+        # current_call.py sets it from outside for a cache that skips all blocks. _warned: whether the warning
+        # of _check_use was given.
         self.intercepted = self._warned = False
         # Whether a tensor that may be a mask was sharded by rows, so that masks computed from it are noted.
         self._follows_masks = False
@@ -265,15 +266,18 @@ class UnifiedAttnMode(LayoutMode):
                 with self:
                     return function(*args, **kwargs)
             before = self._known, self._explicit, self._is_resumed, self.intercepted
+            is_left = self._depth == 0
             try:
-                with self:
+                # What the function computes by hand was noted when it ran inside the mode.
+                with self._by_hand.pause(), self:
                     self._is_resumed = True
                     sequences, self._explicit = state
                     self._set_known(sequences)
                     output = function(*args, **kwargs)
-                    # Keep _check_use from warning or raising when this internal use of the mode ends.
-                    self.intercepted = True
-                    self._by_hand.clear()
+                    if is_left:
+                        # Keep _check_use from warning when this internal use of the mode ends. Inside the
+                        # mode it does not end, and must not count as attention of the model.
+                        self.intercepted = True
                     return output
             finally:
                 sequences, self._explicit, self._is_resumed, intercepted = before
@@ -290,7 +294,8 @@ class UnifiedAttnMode(LayoutMode):
             return call_original(func, args, kwargs or {})
         # Ask once per function: each question costs the host two Python calls.
         is_traced = torch.compiler.is_compiling()
-        # The first branch of intercept(), repeated to save a Python call per SDPA call.
+        # The first branch of intercept(), repeated to save a Python call per SDPA call. tests/modes/test_unified.py
+        # compares the two: the operator of torch.ops takes that branch.
         if func is SDPA and (is_traced or not DISPATCHER_CONTEXTS.handlers):
             return self._attend(SdpaCall(*args, **(kwargs or {})), is_traced=is_traced)
         if func is set_grad_enabled and not is_traced and args == (False,):
@@ -327,8 +332,9 @@ class UnifiedAttnMode(LayoutMode):
     def begin_other_call(self, *, counts: bool) -> MeshAccess:
         """Return the mesh and the layouts for an attention call that is no SDPA.
 
-        A call that is only prepared (``counts`` is False) is traced by Dynamo, and the graph that computes it
-        does not come here. So it counts, too, or the mode would warn of attention that it computes.
+        A mode ignores ``counts``, by which a plan numbers its attention calls. A call that is only prepared
+        (``counts`` is False) is traced by Dynamo, and the graph that computes it does not come here. So it
+        makes the mode ``intercepted`` too, or the mode would warn of attention that it computes.
         """
         self.intercepted = True
         return MeshAccess(self._mesh, self._layouts, self._options, self._assume_equal)
@@ -371,7 +377,7 @@ class UnifiedAttnMode(LayoutMode):
                 f"cond], dim={dim})."
             )
         size = x.shape[dim] // self._batch.size
-        return x.narrow(dim, self._batch.index * size, size).clone()
+        return x.narrow(dim, self._batch.index * size, size).clone(memory_format=torch.contiguous_format)
 
     def merge_branches(self, y: Tensor, dim: int = 0) -> Tensor:
         """Return the branches of all ranks of the ``batch`` mesh dim: the inverse of :meth:`split_branches`.

@@ -12,7 +12,6 @@ from tests.modes.outcomes import outcome, warnings_of
 from tests.tiny import cpu_mesh
 
 TOKENS = 22
-aten = torch.ops.aten
 
 
 def by_sum(scores):
@@ -25,7 +24,7 @@ SPELLINGS = {
     "method": lambda x: x.softmax(axis=-1),
     "another dtype": lambda x: F.softmax(x, dim=-1, dtype=torch.float64).float(),
     "exp and sum": by_sum,
-    "operator": lambda x: aten._softmax.default(x, -1, False),
+    "operator": lambda x: torch.ops.aten._softmax.default(x, -1, False),
     "private": lambda x: torch._softmax(x, -1, False),
     "sigmoid": torch.sigmoid,
     "heads last": lambda x: x.permute(0, 2, 3, 1).softmax(2).permute(0, 3, 1, 2),
@@ -45,6 +44,10 @@ def sdpa(part):
 def disabled(cp, part):
     with UnifiedAttnMode.disable():
         attend(part, torch.sigmoid)
+
+
+def recomputed(cp, part):
+    torch.utils.checkpoint.checkpoint(attend, part.requires_grad_(), torch.sigmoid, use_reentrant=True).sum().backward()
 
 
 def no_scores(cp, part):
@@ -68,6 +71,7 @@ USES = {
     "nothing": (lambda cp, part: part + 1, f"ParallelWarning {__file__}: UnifiedAttnMode on 2 ranks {NOTHING}"),
     "nothing again": (lambda cp, part: part + 1, None),
     "by hand": (lambda cp, part: attend(part, torch.sigmoid), "RuntimeError: .*" + BY_HAND),
+    "recomputed": (recomputed, "RuntimeError: .*" + BY_HAND),
     "after by hand": (lambda cp, part: sdpa(part), None),
 }
 for name, normalize in SPELLINGS.items():
@@ -142,20 +146,16 @@ def test_own_local_attention_in_a_graph_is_not_taken_for_the_models(rank_pool):
             assert len(words) == len(warned) == (who == "the model"), (who, backend, warned)
 
 
-def other_attention(query, key, value, **options):
-    return torch.ops.aten.scaled_dot_product_attention(query, key, value, **options)
-
-
 def enter_with_replaced_sdpa(ranks):
     def enter():
         with UnifiedAttnMode(cpu_mesh(1, ranks)) as mode:
             return mode.ranks
 
-    with mock.patch.object(F, "scaled_dot_product_attention", other_attention):
+    with mock.patch.object(F, "scaled_dot_product_attention", attend_by_hand):
         return outcome(enter)
 
 
 def test_replaced_sdpa_is_refused_before_the_model_runs(rank_pool):
     assert rank_pool.run(enter_with_replaced_sdpa, 1, 1) == [1]
     for error in rank_pool.run(enter_with_replaced_sdpa, 2, 2):
-        assert re.match(r"RuntimeError: .*test_handwritten\.other_attention.* 2 ranks", error)
+        assert re.match(r"RuntimeError: .*test_handwritten\.attend_by_hand.* 2 ranks", error)

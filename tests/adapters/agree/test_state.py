@@ -88,13 +88,13 @@ def raise_here(pipe, step, tensors):
 # What the callback of rank 1 does, and what both ranks are told.
 CALLBACKS = [
     (lambda pipe, step, tensors: {"latents": tensors["latents"] + 0.1 * step}, "values of latents: rank 0 "),
-    (lambda pipe, step, tensors: {"latents": tensors["latents"].mul_(0.5)}, "values of latents: rank 0 "),
     (change_data, "values of latents: rank 0 "),
     (lambda pipe, _, tensors: {"prompt_embeds": tensors["prompt_embeds"].flip(1)}, "values of prompt_embeds: rank 0 "),
     (lambda pipe, step, x: {"latents": x["latents"][:, :-1]}, r"shape of latents: rank 0 .*1, 63, .*, rank 1 .*1, 62,"),
     (lambda pipe, step, x: {"latents": x["latents"].double()}, "dtype of latents: rank 0 .*float32, rank 1 .*float64"),
     (lambda pipe, step, tensors: change_one_bit_in_data(pipe), "LoRA of pipe.transformer, weights: rank 0 "),
     (lambda pipe, *_: setattr(pipe, "_interrupt", torch.tensor(True)), "interrupt: rank 0 .*False, rank 1 .*True"),
+    (lambda pipe, *_: setattr(pipe, "_interrupt", torch.zeros(2)), "Boolean value of Tensor with more than one"),
     (raise_here, r"rank 1: .*callback .*KeyError: 'only here'"),
 ]
 
