@@ -68,10 +68,12 @@ def _cut_model(model: Any, ranks: ModelRanks) -> None:
         require_supported(patcher)
         for argument, value in arguments.items():
             require_plain(argument, value)
-        begins_generation, patcher.begins_generation = patcher.begins_generation, False
         # A sampler may use the model with other patches than load did, so compare them before each call.
         ranks.start(patcher.patches, patcher.patches_uuid)
-        return move_tensors(ranks.forward(arguments, begins_generation), first_device(arguments))
+        output = ranks.forward(arguments, patcher.begins_generation)
+        # Not before: if the first call raises, a call without another pre_run still begins the generation.
+        patcher.begins_generation = False
+        return move_tensors(output, first_device(arguments))
 
     setattr(diffusion_model, name, forward)
     for method in _METHODS:
@@ -142,7 +144,9 @@ class RemotePatcher(comfy.model_patcher.ModelPatcher):  # type: ignore[misc]
         return False
 
     def model_size(self) -> int:
-        """Return the bytes that rank 0 holds, or will hold, on the GPU of ComfyUI."""
+        """Return the bytes that rank 0 holds, or will hold, on the GPU of ComfyUI. They are at least 1,
+        because ComfyUI takes a size of 0 for one that is not known yet.
+        """
         ranks: ModelRanks | None = getattr(self, "ranks", None)
         if ranks is None or not self._shares_device():
             return 1
@@ -153,8 +157,10 @@ class RemotePatcher(comfy.model_patcher.ModelPatcher):  # type: ignore[misc]
         return self.ranks.device_bytes if self._shares_device() else 0
 
     def _shares_device(self) -> bool:
-        """Whether rank 0, which takes the first GPU, is on the device of ComfyUI: GPU 0, or a device without
-        a number.
+        """Whether rank 0 is on the device of ComfyUI: GPU 0, or a device without a number.
+
+        Rank 0 has the first GPU, because :meth:`.ranks.ModelRanks.start` calls ``para_core.launch`` without
+        ``devices``.
         """
         return getattr(self.load_device, "index", None) in (None, 0)
 
@@ -173,8 +179,12 @@ class RemotePatcher(comfy.model_patcher.ModelPatcher):  # type: ignore[misc]
             callback(self, device_to, lowvram_bytes, forces_patches, loads_all)
 
     def partially_load(self, device_to: Any, extra_memory: int = 0, force_patch_weights: bool = False) -> int:
-        """Start the ranks, and return by how many bytes the model grew on the GPU of ComfyUI."""
+        """Start the ranks, and return by how many bytes the model grew on the GPU of ComfyUI.
+
+        ``extra_memory`` and ``force_patch_weights`` are ignored, as :meth:`load` ignores them.
+        """
         before = self.model.model_loaded_weight_memory
+        # Patches may have changed since an earlier load, so first restore what it replaced, as ComfyUI does.
         self.unpatch_model(None, unpatch_weights=False)
         self.patch_model(device_to)
         return int(self.model.model_loaded_weight_memory - before)
@@ -192,7 +202,9 @@ class RemotePatcher(comfy.model_patcher.ModelPatcher):  # type: ignore[misc]
             self.model.current_weight_patches_uuid = None
 
     def detach(self, unpatch_all: bool = True) -> Any:
-        """Restore the model, and end the ranks if ComfyUI unloads it."""
+        """Restore the model. With ``unpatch_all``, by which ComfyUI unloads it, end the ranks, which are
+        those of all clones: they start again at the next use of any.
+        """
         model = super().detach(unpatch_all)
         if unpatch_all:
             self.close_ranks()

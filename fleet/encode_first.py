@@ -1,8 +1,8 @@
 """Encode the prompts of many requests first, so that text encoders and denoisers need not be on a device
 together.
 
-They are together only for lines whose encoding failed, which run as a whole afterwards, and if denoisers are
-quantized: those stay on the device (:meth:`EncodeFirst.attach` without ``park``).
+They are together only if denoisers are quantized: those stay on the device (:meth:`EncodeFirst.attach`
+without ``park``).
 
 `lines.py` drives :func:`encode_batches` in the process of the command, and `rank.py` has an
 :class:`EncodeFirst` on each rank, for ``para_core generate`` with more than one line. The server does not use
@@ -43,7 +43,9 @@ class Encoder(Protocol):
         """Whether there are two phases. If not, no other method may be called."""
 
     def begin_encoding(self) -> None:
-        """Begin the first phase of a batch. Not after :meth:`end_encoding` without ``keep_encoders``."""
+        """Begin the first phase of a batch, or begin it again. Not after :meth:`end_encoding` without
+        ``keep_encoders``.
+        """
 
     def encode(self, line: Line) -> bool:
         """Encode the prompts of a line. Return whether the outputs of another one may be added to this batch."""
@@ -53,22 +55,21 @@ class Encoder(Protocol):
         other batch can begin.
         """
 
-    def restore_encoders(self) -> None:
-        """Prepare requests that run as a whole, without phases. Needs ``keep_encoders`` before."""
 
-
-def encode_batches(lines: Sequence[Line], encoder: Encoder) -> Iterator[Sequence[Line]]:
+def encode_batches(
+    lines: Sequence[Line], encoder: Encoder, fail: Callable[[Line, Exception], None]
+) -> Iterator[Sequence[Line]]:
     """Yield batches of ``lines`` whose prompts have been encoded; all lines, as they are, without phases. A
     collective call.
 
-    The last batch has the lines whose encoding raised. The caller runs the whole pipeline for them, and gets
-    the same exception again.
+    A line whose encoding raised is in no batch: ``fail`` is called with it and the exception. It is not run
+    as a whole instead, because text encoders and denoisers may not fit on the device together. Raise RankDied
+    if ranks end, and what moving weights between the phases raises.
     """
     if not encoder.encodes_first():
         yield lines
         return
     waiting = list(lines)
-    failed: list[Line] = []
     while waiting:
         encoder.begin_encoding()
         encoded: list[Line] = []
@@ -80,14 +81,14 @@ def encode_batches(lines: Sequence[Line], encoder: Encoder) -> Iterator[Sequence
                 encoded.append(line)
             except RankDied:
                 raise
-            except Exception:
-                # The line raises it again where the caller can report it: when it runs as a whole.
-                failed.append(line)
-        encoder.end_encoding(bool(waiting or failed))
-        yield encoded
-    if failed:
-        encoder.restore_encoders()
-        yield failed
+            except Exception as error:
+                fail(line, error)
+                # Its first text encoders may have stored outputs, on each rank others. The next batch forgets
+                # them, so they neither add up nor let ranks differ in where a batch ends.
+                has_room = False
+        if encoded:
+            encoder.end_encoding(bool(waiting))
+            yield encoded
 
 
 class EncodeFirst:
@@ -180,14 +181,10 @@ class EncodeFirst:
 
     def end_encoding(self, keep_encoders: bool) -> None:
         """Move the denoisers to the device in place of the text encoders."""
+        encoded = self._require_attached()
         self._encoders.park(self._device, keep=keep_encoders)
         self._denoisers.restore(self._device)
-        self._require_attached().complete = True
-
-    def restore_encoders(self) -> None:
-        """Move the text encoders to the device, besides the denoisers."""
-        self._require_attached().complete = False
-        self._encoders.restore(self._device)
+        encoded.complete = True
 
     def _require_attached(self) -> EncodedPrompts:
         if self._encoded is None:
@@ -220,13 +217,17 @@ class _Weights:
         self._dropped = False
 
     def park(self, device: torch.device, *, keep: bool) -> None:
-        """Free the device memory of the parameters. Without ``keep`` their data is dropped, else it moves to
-        the host. Does nothing if they are parked already.
+        """Free the device memory of the parameters that are not parked. Without ``keep`` the data of all is
+        dropped, else it moves to the host.
         """
-        if self._kept or self._dropped:
+        if self._dropped:
             return
-        self._dropped = not keep
+        if not keep:
+            self._dropped = True
+            self._kept.clear()
         for parameter in self._parameters:
+            if parameter in self._kept:
+                continue
             if keep:
                 self._kept[parameter] = parameter.data.cpu()
             parameter.data = torch.zeros((), dtype=parameter.dtype, device=device).expand(parameter.shape)
@@ -238,6 +239,7 @@ class _Weights:
         """
         if self._dropped:
             raise RuntimeError("the weights were dropped after the last batch; load the pipeline again.")
-        for parameter, data in self._kept.items():
-            parameter.data = data.to(device)
-        self._kept.clear()
+        # One by one, so that after an error, such as too little memory, park knows which ones it restored.
+        for parameter in list(self._kept):
+            parameter.data = self._kept[parameter].to(device)
+            del self._kept[parameter]

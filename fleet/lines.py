@@ -30,7 +30,7 @@ class LineDisplay(Protocol):
         """Show the number of finished steps."""
 
     def end(self) -> None:
-        """Show that the line has ended. It may not have begun, if ranks end while they encode its prompt."""
+        """Show that the line has ended. It may not have begun, if its prompt could not be encoded."""
 
 
 class _LineLostError(RankDied):
@@ -57,14 +57,15 @@ class LineRun:
     def run(self) -> list[Problem]:
         """Generate all lines, and return a problem for each line that failed.
 
-        A line fails if all ranks raise, or its result cannot be encoded. If ranks end, the current line
-        fails, and new ranks generate the others. Raise RankDied if ranks end without a line or cannot start
-        again, and what ``write`` raises.
+        A line fails if all ranks raise for it, or its result cannot be encoded. If ranks end, the current
+        line fails, and new ranks generate the others. Raise RankDied if ranks end without a line or cannot
+        start again, what ``write`` raises, and what ranks raise between the phases, as when a denoiser does
+        not fit.
         """
         while waiting := [line for line in self.lines if line.number not in {*self._done, *self._problems}]:
             try:
                 self.ranks.start()
-                for batch in encode_batches(waiting, self):
+                for batch in encode_batches(waiting, self, self._fail):
                     for line in batch:
                         self._generate(line)
             except _LineLostError:
@@ -85,12 +86,12 @@ class LineRun:
         except RankDied:
             raise
         except Exception as error:
-            self._fail(line.number, error)
+            self._fail(line, error)
         else:
             if result is not None:
                 self.write(line, result)
             self._done.add(line.number)
-        self.shown.end()
+            self.shown.end()
 
     @contextmanager
     def _running(self, line: Line) -> Iterator[None]:
@@ -100,15 +101,15 @@ class LineRun:
         except RankDied as error:
             if not self.ranks.restarts:
                 raise
-            self._fail(line.number, error)
-            self.shown.end()
+            self._fail(line, error)
             raise _LineLostError(str(error), error.rank) from error
 
-    def _fail(self, number: int, error: Exception) -> None:
-        """Note ``error`` as the problem of line ``number``."""
+    def _fail(self, line: Line, error: Exception) -> None:
+        """Note ``error`` as the problem of ``line``, and show that it has ended."""
         if self.debug:
             traceback.print_exception(error)
-        self._problems[number] = describe_exception(error)
+        self._problems[line.number] = describe_exception(error)
+        self.shown.end()
 
     # The phases of an Encoder, on all ranks.
 
@@ -124,6 +125,3 @@ class LineRun:
 
     def end_encoding(self, keep_encoders: bool) -> None:
         self.ranks.call("end_encoding", keep_encoders)
-
-    def restore_encoders(self) -> None:
-        self.ranks.call("restore_encoders")

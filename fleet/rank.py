@@ -147,9 +147,6 @@ class Rank:
     def end_encoding(self, keep_encoders: bool) -> None:
         self._encoder.end_encoding(keep_encoders)
 
-    def restore_encoders(self) -> None:
-        self._encoder.restore_encoders()
-
 
 def load_rank(
     recipe: Recipe, options: ReplicaOptions, *, encode_first: bool = False, debug: bool = False

@@ -167,9 +167,13 @@ def encoded_first(folder: str, encodes_first: bool, count: int) -> dict[str, int
     pipe.text_encoder_2.encoder.register_forward_pre_hook(partial(record, "encoding"))
     pipe.transformer.x_embedder.register_forward_pre_hook(partial(record, "denoising"))
     fields = {"height": 48, "width": 64, "num_inference_steps": 1, "max_sequence_length": 64}
+
+    def fail(_: Line, error: Exception) -> None:
+        raise error
+
     lines = [Line(seed, Request({**fields, "prompt": f"{seed} red circles"}, seed)) for seed in range(count)]
-    for batch in encode_batches(lines, encode_first):
-        held["embeddings"] = max(held["embeddings"], encode_first.bytes)
+    for batch in encode_batches(lines, encode_first, fail):
+        held["embeddings"] = max(held["embeddings"], encode_first.waiting_bytes)
         for line in batch:
             call_pipe(pipe, [line.request])
     return held

@@ -1,6 +1,7 @@
 """Plans of models whose blocks attend to the image, and then to the text. Compared with ComfyUI 0.33.0.
 
-`plans/__init__.py` finds the plans here, and says what runs them.
+``COMFYUI=path python -m benchmarks.comfyui.classes --only NAME`` compares them, and ``make test`` runs none
+of them; see `plans/__init__.py`, which finds them here.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Plans of FLUX.1, FLUX.2, Chroma and Chroma Radiance. Compared with ComfyUI 0.33.0.
 
-`plans/__init__.py` finds the plans here, and says what runs them. Qwen-Image and HunyuanVideo take
-parts of it from here.
+``COMFYUI=path python -m benchmarks.comfyui.classes --only NAME`` compares them, and ``make test`` runs none
+of them; see `plans/__init__.py`, which finds them here. Qwen-Image and HunyuanVideo take parts of it from
+here.
 """
 
 from __future__ import annotations
@@ -18,18 +19,24 @@ from para_core.plans.plan import Gather, Plan, Replicate, Split
 
 from .recorded import RecordedPlan
 
-POSITIONS = Split(dim=2, like="image", after="text")
+# The rotary table pe is [B, 1, S, D / 2, 2, 2] for the tokens of text and image, in this order. Every rank
+# keeps the entries of the text, which it has whole, and takes those of its image tokens.
+_POSITIONS = Split(dim=2, like="image", after="text")
+# Shared with hunyuan_video.py.
 DOUBLE_AND_SINGLE = Plan(
     # Residuals of a ControlNet: lists of [B, S, C] or None, by the kind of block.
     inputs={"control": Split(dim=1, like="image")},
     inner={
+        # Tokens are split before the first block. Each block gets them from the one before, on every rank its
+        # own. Replicate splits nothing: it tells how many text tokens each rank has.
         "double_blocks.0": {"img": Split(dim=1, segment="image"), "txt": Replicate(dim=1, segment="text")},
-        "double_blocks.*": {"pe": POSITIONS},
-        "single_blocks.*": {"pe": POSITIONS},
+        "double_blocks.*": {"pe": _POSITIONS},
+        "single_blocks.*": {"pe": _POSITIONS},
     },
     outputs={"final_layer": Gather(dim=1, segment="image")},
     joint_order=("text", "image"),
 )
+# Shared with hunyuan_video.py.
 BLOCKS = CachedBlocks(
     (BlockGroup(("double_blocks",), ("img", "txt"), "img"), BlockGroup(("single_blocks",), ("x",), "x")),
     conditions=("context",),
@@ -38,9 +45,9 @@ BLOCKS = CachedBlocks(
 )
 
 
-def refuse_times_of_references(model: nn.Module, arguments: Mapping[str, Any]) -> str:
-    """Return the words for reference images with a timestep of their own, which the blocks look up by the
-    number of a token; empty for a call without them.
+def _name_times_of_references(model: nn.Module, arguments: Mapping[str, Any]) -> str:
+    """Name reference images with a timestep of their own, which the blocks look up by the number of a
+    token.
     """
     parameters: Any = model.params
     method = arguments.get("ref_latents_method", parameters.default_ref_method)
@@ -48,8 +55,8 @@ def refuse_times_of_references(model: nn.Module, arguments: Mapping[str, Any]) -
     return "reference images by the method index_timestep_zero" if own_time else ""
 
 
-def refuse_controlled_references(model: nn.Module, arguments: Mapping[str, Any]) -> str:
-    """Return the words for a ControlNet together with references; empty for other calls.
+def name_controlled_references(model: nn.Module, arguments: Mapping[str, Any]) -> str:
+    """Name a ControlNet together with reference images. Shared with qwen_image.py.
 
     Its residuals have no rows for the tokens of references, so the plan would cut them wrongly.
     """
@@ -62,7 +69,7 @@ FLUX = RecordedPlan(
     models="FLUX.1 and FLUX.2",
     arguments=("x", "timestep", "context", "y", "guidance", "control", "ref_latents", "ref_latents_method"),
     adapter=Adapter(transformer="Flux", pipelines="FLUX in ComfyUI", plan=DOUBLE_AND_SINGLE, blocks=BLOCKS),
-    refusals=(refuse_times_of_references, refuse_controlled_references),
+    refusals=(_name_times_of_references, name_controlled_references),
 )
 
 CHROMA = RecordedPlan(

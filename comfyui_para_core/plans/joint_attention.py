@@ -1,7 +1,9 @@
 """Plans of models whose blocks take text and image tokens as two tensors. Compared with ComfyUI 0.33.0.
 
-`plans/__init__.py` finds the plans here, and says what runs them. Models that take both as one
-tensor are in `one_stream`.
+``COMFYUI=path python -m benchmarks.comfyui.classes --only NAME`` compares them, and ``make test`` runs none
+of them; see `plans/__init__.py`, which finds them here.
+
+Models that take both as one tensor are in `one_stream`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
 """Plans of models whose blocks take text and image tokens as one tensor. Compared with ComfyUI 0.33.0.
 
-`plans/__init__.py` finds the plans here, and says what runs them. Models that take two tensors are in
-`joint_attention`.
+``COMFYUI=path python -m benchmarks.comfyui.classes --only NAME`` compares them, and ``make test`` runs none
+of them; see `plans/__init__.py`, which finds them here.
+
+Models that take two tensors are in `joint_attention`.
 """
 
 from __future__ import annotations

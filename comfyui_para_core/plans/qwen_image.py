@@ -1,6 +1,7 @@
 """Plans of Qwen-Image. Compared with ComfyUI 0.33.0, ``comfy/ldm/qwen_image/model.py``.
 
-`plans/__init__.py` finds the plans here, and says what runs them.
+``COMFYUI=path python -m benchmarks.comfyui.classes --only NAME`` compares them, and ``make test`` runs none
+of them; see `plans/__init__.py`, which finds them here.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from para_core.adapters import Adapter
 from para_core.cache.blocks import BlockGroup, CachedBlocks
 from para_core.plans.plan import FirstTokens, Gather, Plan, Replicate, Split
 
-from .flux import refuse_controlled_references
+from .flux import name_controlled_references
 from .recorded import RecordedPlan
 
 QWEN_IMAGE = RecordedPlan(
@@ -41,5 +42,5 @@ QWEN_IMAGE = RecordedPlan(
             uncached=("control",),
         ),
     ),
-    refusals=(refuse_controlled_references,),
+    refusals=(name_controlled_references,),
 )

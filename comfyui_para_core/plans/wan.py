@@ -1,6 +1,8 @@
 """Plans of Wan. Compared with ComfyUI 0.33.0, ``comfy/ldm/wan``.
 
-`plans/__init__.py` finds the plans here, and says what runs them.
+``COMFYUI=path python -m benchmarks.comfyui.classes --only NAME`` compares them; ``make test`` runs
+:data:`WAN` alone, on a stand-in for ComfyUI (tests/comfyui/test_pack.py). See `plans/__init__.py`, which
+finds them here.
 """
 
 from __future__ import annotations

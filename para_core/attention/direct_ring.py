@@ -90,7 +90,8 @@ class DirectRing(RingStyle):
         """Return attention to the keys of all ring ranks that this rank's queries see."""
         plan, wire = self.plan, self.plan.spec.options.wire
 
-        def forward(into: Accumulator, key: Tensor, value: Tensor, _: int, __: bool) -> None:
+        def forward(into: Accumulator, key: Tensor, value: Tensor, _block: int, _is_last: bool) -> None:
+            # The hops number the blocks, as in every ring.
             packing = Packing(key, value, plan.block_sizes, wire=wire)
             for hop, block in self.blocks(key, value, packing, into.received):
                 if block is not None:

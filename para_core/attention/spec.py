@@ -4,8 +4,9 @@ form.
 The JSON is a constant argument of the operators in compiled graphs: what it contains is compiled into a
 graph, and what may be symbolic, lengths and numbers of heads, is passed beside it as integers.
 
-:mod:`.mesh_attention` and flex attention make it. What follows from it, which tokens are sent where, is in
-:mod:`.attention_plan`. Tests: tests/attention/test_exactness.py, in eager code and in graphs.
+:mod:`.mesh_attention` and flex attention make it, over the mesh that :func:`mesh_of_call` returns. What
+follows from it, which tokens are sent where, is in :mod:`.attention_plan`. Tests:
+tests/attention/test_exactness.py, in eager code and in graphs.
 """
 
 from __future__ import annotations
@@ -76,12 +77,19 @@ class AttentionSpec:
         """Whether the Ulysses exchange brings queries into the order of the sequence, as it does with keys
         and values.
 
-        Otherwise they are in the order in which they arrive, rank by rank. This saves two launches, and only
-        the order of the keys changes a result.
+        Otherwise they are in the order in which they arrive, rank by rank. This saves two launches, and
+        changes no result, because each query has its own, unless one of the reasons below holds.
         """
         layout = self.query_layout
+        # A single segment with one part per rank arrives in order, so ordering it is free.
         arrive_in_order = len(layout.segments) == 1 and not layout.segments[0].balanced
-        return arrive_in_order or bool(layout.replicated) or self.is_causal or self.options.by_position
+        # Every rank holds the same replicated queries. A group has them once only if it joins the pieces of
+        # its ranks, which brings them into order.
+        is_repeated = bool(layout.replicated)
+        # Masks by position cut the queries into runs of consecutive positions, of which there are fewer in
+        # order. SparseKVAttnMode observes the queries at some positions.
+        reads_positions = self.is_causal or self.options.by_position
+        return arrive_in_order or is_repeated or reads_positions
 
     @cached_property
     def queries(self) -> Layout:
@@ -119,8 +127,9 @@ class AttentionSpec:
         query_layout = _read_layout(totals[: len(query_kinds)], query_kinds, ranks)
         key_layout = query_layout
         key_totals = totals[len(query_kinds) :]
-        # While Dynamo traces a call with symbolic lengths, `is` may take one layout for two. Text or numbers
-        # then name it twice, and the other one once.
+        # While Dynamo traces a call with symbolic lengths, `is` may take one layout for two: in text, in
+        # numbers, or in both. If only one of them names two layouts, there is one. If both do, two equal
+        # layouts are read, with which the call is as right, and may take more copies.
         if record.key_kinds is not None and key_totals:
             key_layout = _read_layout(key_totals, record.key_kinds.split(","), ranks)
         return AttentionSpec(
@@ -158,6 +167,7 @@ def _kinds(layout: SequenceLayout) -> str:
 
 
 def _kind(segment: Segment) -> str:
+    # Whether a replicated segment has ``together`` changes nothing in what ranks hold, so it is left out.
     if segment.replicated:
         return "r"
     if segment.balanced:
@@ -166,6 +176,13 @@ def _kind(segment: Segment) -> str:
 
 
 def _read_layout(totals: Sequence[int], kinds: Sequence[str], ranks: int) -> SequenceLayout:
+    """Return the layout whose segments have these lengths and :func:`_kinds`.
+
+    >>> segments = Segment("", 3, replicated=True), Segment("", 10, together=5), Segment("", 7, balanced=True)
+    >>> layout = SequenceLayout(segments, ranks=2)
+    >>> _read_layout([3, 10, 7], _kinds(layout).split(","), 2) == layout
+    True
+    """
     segments = [_read_segment(total, kind) for total, kind in zip(totals, kinds, strict=True)]
     return SequenceLayout(tuple(segments), ranks)
 

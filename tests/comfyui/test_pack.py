@@ -8,7 +8,6 @@ import importlib
 import re
 import subprocess
 import sys
-import weakref
 from pathlib import Path
 from unittest import mock
 
@@ -134,6 +133,9 @@ def test_methods_and_sizes_of_the_model_are_those_of_the_ranks(comfy, remote, wa
     vars(rank).update(patcher=patcher, model=torch.nn.Identity(), shards_weights=True, state=State.LOADED)
     assert torch.equal(rank.call_method("forward", (text,), {}), text)  # Whole weights wait in host memory.
     size = sum(x.numel() * x.element_size() for x in remote.model.diffusion_model.parameters())
+    elsewhere = remote.clone()
+    elsewhere.load_device = torch.device("cuda", 1)  # Rank 0 is on GPU 0.
+    assert (elsewhere.model_size(), elsewhere.loaded_size()) == (1, 0)
     assert remote.model_size() == remote.loaded_size() == size
     assert remote.model.memory_required([1]) == 500.0  # of 1000.0 on two ranks
 
@@ -154,8 +156,7 @@ CHANGES = [
     (option(of_another_pack=3), "of_another_pack"),
     (option(wrappers={"inside_of_the_model": {None: [replaced]}}), "wrappers.*inside_of_the_model"),
     (option(callbacks={"inside_of_the_model": {None: [replaced]}}), "callbacks.*inside_of_the_model"),
-    (lambda patcher: patcher.add_object_patch("diffusion_model.head", None), "diffusion_model.head"),
-    (lambda patcher: patcher.add_object_patch("manual_cast_dtype", torch.bfloat16), "manual_cast_dtype"),
+    (lambda model: model.object_patches.update({"diffusion_model.head": 0, "manual_cast_dtype": 0}), "head, manual_"),
     (lambda patcher: patcher.weight_wrapper_patches.update(weight=[replaced]), "weight"),
     (lambda patcher: patcher.injections.update(a_pack=[replaced]), "a_pack"),
     (lambda patcher: patcher.hook_patches.update(a_hook={}), "a_hook"),
@@ -192,13 +193,13 @@ def test_ranks_that_were_unloaded_killed_or_failed_start_again(comfy, nodes, rem
         model.add_patches(LORA, 0.5)
     expected = sampled(comfy, local)
     assert error(sampled(comfy, patcher), expected) < 1e-5
-    assert len(ranks_of_this_process()) == 2
     comfy.model_management.unload_all_models()
     assert (ranks_of_this_process(), remote.loaded_size(), remote.model_size() > 1) == ([], 0, True)
     assert error(sampled(comfy, patcher), expected) < 1e-5
     psutil.Process(ranks_of_this_process()[1]).kill()
     with pytest.raises(RuntimeError, match="rank"):
         sampled(comfy, patcher)
+    assert patcher.begins_generation  # Its first call failed.
     assert error(sampled(comfy, patcher), expected) < 1e-5
     misfit.add_patches({name: x[:3, :3] for name, x in LORA.items()})
     with pytest.raises(RuntimeError):
@@ -226,11 +227,8 @@ def test_classes_and_attention_that_cannot_run_so_are_errors_of_the_loader(comfy
         changed = Settings(**{"ranks": 1, **settings})
         assert words in refused(lambda model=model, changed=changed: require_runnable(model, changed))
 
-    def attention_sage(*args):
-        """Stands for another library's attention."""
-
-    monkeypatch.setattr(attention, "optimized_attention", attention_sage)
-    assert re.search("attention_sage.*--use-pytorch-cross-attention", refused(lambda: load(nodes, wan)))
+    monkeypatch.setattr(attention, "optimized_attention", replaced)
+    assert re.search("replaced.*--use-pytorch-cross-attention", refused(lambda: load(nodes, wan)))
     load(nodes, wan, ranks=1)
 
 
@@ -250,11 +248,9 @@ def test_parts_of_weights_and_the_cache_and_ends_with_the_model(comfy, nodes, wa
     torch.testing.assert_close(embedded, local.model.diffusion_model.preprocess_text_embeds(text))
     assert error(sampled(comfy, patcher, steps=8), out) > 1e-3
     assert torch.equal(sampled(comfy, model, steps=8), out)
-    ended = weakref.ref(model)
     comfy.model_management.current_loaded_models.clear()
     del model, patcher
     gc.collect()
-    assert ended() is None
     assert ranks_of_this_process() == []
 
 

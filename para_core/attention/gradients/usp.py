@@ -71,12 +71,12 @@ def usp_backward(
     for option in plan.spec.options.others:
         masked_keys = option.mask_of_gradient(plan, query, saved.key, masked_keys, heads)
     into = QueryGradients.of(
-        grad_out,
-        query,
-        saved.out,
-        saved.lse,
-        masked_keys,
-        plan.style.tiling,
+        grad_out=grad_out,
+        query=query,
+        out=saved.out,
+        lse=saved.lse,
+        mask=masked_keys,
+        tiling=plan.style.tiling,
         key_heads=heads,
         mask_gradient=mask_gradient,
     )
