@@ -115,7 +115,7 @@ class CheckedCallbacks:
             with suppress(RuntimeError):
                 agree(
                     RuntimeError(
-                        f"its callback, or reading its effect, raised {type(error).__name__}: {error}"
+                        f"its callback (or reading its effect) raised {type(error).__name__}: {error}"
                     ),
                     self._mesh,
                 )
