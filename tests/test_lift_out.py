@@ -79,4 +79,9 @@ def test_modules_are_found_in_imports_and_in_tables():
     ):
         assert names_module(source, module)
         assert not names_module(source, f"{module}s")
-    assert importers_of("comfyui_para_core/plans/wan.py") == ["comfyui_para_core/plans/__init__.py"]
+    for file, table in (
+        ("comfyui_para_core/plans/wan.py", "comfyui_para_core/plans/__init__.py"),
+        ("adapters/models/sana.py", "adapters/models/__init__.py"),
+        ("adapters/products.py", "adapters/weights/features.py"),
+    ):
+        assert importers_of(file) == [table]

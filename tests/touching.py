@@ -12,8 +12,19 @@ from tests.mutants import module_of, names_module, stages_of
 
 
 def importers_of(file: str) -> list[str]:
-    """Return the files of the library that import ``file``, or name its module in a table of features."""
-    return [str(path) for path in module_files(ROOT).values() if names_module(source_of(path), module_of(file))]
+    """Return the files of the library that import ``file``, or name its module in a table, such as ``FAMILIES``."""
+    module, files = module_of(file), module_files(ROOT).values()
+    return [str(path) for path in files if names_module(source_of(path), module) or lists_module(path, module)]
+
+
+def lists_module(path: Path, module: str) -> bool:
+    """Whether a file of the library imports modules of a package by their names there, and has that of ``module``."""
+    source = (ROOT / path).read_text()
+    for prefix in re.findall(r'import_module\(f"([\w.{}]+?)\.\{', source):
+        package = prefix.replace("{__name__}", module_of(str(path)))
+        if module.startswith(f"{package}.") and re.search(rf'"{module.removeprefix(f"{package}.")}[":]', source):
+            return True
+    return False
 
 
 def source_of(path: Path) -> str:

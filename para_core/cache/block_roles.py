@@ -171,8 +171,8 @@ class BlockRole:
         may be skipped may not.
 
         Raises:
-            ValueError: The number or the shapes of the outputs differ from those of ``inputs``, the streams
-                passed to the block.
+            ValueError: The block does not return one value for each parameter that holds streams, or the number
+                or the shapes of the tensors in them differ from those of ``inputs``, the streams passed to it.
         """
         outputs: tuple[Any, ...] = output
         if isinstance(output, Tensor):
@@ -186,12 +186,12 @@ class BlockRole:
                     break
             else:
                 return outputs
-        # With another number of outputs the check below raises, unless the streams are fields of one dataclass and
-        # the block returned a tensor for each.
-        if len(self.stream_parameters) == len(outputs):
-            names = [name for name, _ in self.stream_parameters]
-            outputs = self._tensors(dict(zip(names, outputs, strict=True)))
         before = shapes_of(inputs)
+        # As many tensors as streams are not enough: a skipped block would return the dataclass that holds them.
+        if len(self.stream_parameters) != len(outputs):
+            raise shape_error(original_class(block).__name__, self.streams, before, shapes_of(outputs))
+        names = [name for name, _ in self.stream_parameters]
+        outputs = self._tensors(dict(zip(names, outputs, strict=True)))
         after = shapes_of(outputs)
         broadcasts = not (self.skipped and torch.compiler.is_compiling())
         if len(before) != len(after) or not all(

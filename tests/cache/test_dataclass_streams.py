@@ -102,9 +102,20 @@ def test_blocks_of_dataclasses_are_cached(block, streams, sound, way):
             assert relative_error(out, wanted) < 1e-6
 
 
-@pytest.mark.parametrize(("stream", "message"), [("video.y", "Stream .*'y'"), ("video.name", "video.name is a str")])
-def test_unknown_field_raises(stream, message):
-    with pytest.raises(TypeError, match=message):
-        steps(cached(OfOne, 0.1, (stream,)))
-    with pytest.raises(TypeError, match=r"'video\.y'; a Stream has no 'y'"):
-        steps(cached(OfOne, 0.1, ("video",), "video.y"))
+class AsTuple(OfOne):
+    def forward(self, video, sound=None):
+        return video.x, video.text
+
+
+@pytest.mark.parametrize(
+    ("block", "streams", "condition", "error", "message"),
+    [
+        (OfOne, ("video.y",), "video.text", TypeError, "Stream .*'y'"),
+        (OfOne, ("video.name",), "video.text", TypeError, "video.name is a str"),
+        (OfOne, ("video",), "video.y", TypeError, r"'video\.y'; a Stream has no 'y'"),
+        (AsTuple, ("video.x", "video.text"), "video.text", ValueError, r"AsTuple .*returned shapes .*streams="),
+    ],
+)
+def test_streams_that_do_not_fit_the_block_raise(block, streams, condition, error, message):
+    with pytest.raises(error, match=message):
+        steps(cached(block, 0.1, streams, condition))
