@@ -234,6 +234,11 @@ class PipelineChoices(AttentionChoices):
         return self.text_encoders
 
     @property
+    def encoders_setting(self) -> str:
+        """The option that places text encoders, as a user writes it."""
+        return f"text_encoders={self.text_encoders!r}"
+
+    @property
     def shards_encoders(self) -> bool:
         """Whether the text encoders are sharded over all ranks, whatever ``weights`` shards."""
         return self.text_encoders == "fsdp"

@@ -228,7 +228,7 @@ def _pieces(value: Any) -> Iterator[str | Tensor]:
     elif is_dataclass(value) and not isinstance(value, type):
         # Some pipelines take dataclasses, for example the conditions of LTX-Video.
         yield from _pieces({field.name: getattr(value, field.name) for field in fields(value)})
-    elif hasattr(value, "tobytes"):
+    elif hasattr(value, "tobytes") and not isinstance(value, type):
         # PIL images and numpy arrays have tobytes. A PIL image has a mode and a size for dtype and shape.
         kind = getattr(value, "dtype", getattr(value, "mode", None))
         shape = getattr(value, "shape", getattr(value, "size", None))

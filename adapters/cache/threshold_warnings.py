@@ -50,7 +50,8 @@ def warn_of_outcomes(name: str, cache: BlockCache, log: WarningLog) -> None:
             CacheWarning,
         )
     decided = {Verdict.HIT, Verdict.MISS}.intersection(verdicts)
-    if not decided or cache.threshold == 0.0:
+    # A threshold of 0 asks for no hits, unless a policy decides in its place.
+    if not decided or (cache.threshold == 0.0 and cache.options.policy is None):
         return
     if decided == {Verdict.MISS}:
         log.warn(

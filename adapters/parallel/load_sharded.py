@@ -101,6 +101,10 @@ def from_pretrained_sharded(
         if weights not in (*shard_methods(), "stages"):
             expected = join_words(map(repr, (*shard_methods(), "stages")))
             raise ValueError(f"weights is {weights!r}; expected {expected}.")
+        if not (dtype is None or isinstance(dtype, torch.dtype)):
+            raise ValueError(
+                f"dtype is {dtype!r}; expected a dtype of torch, such as torch.bfloat16, or None."
+            )
         for option, instead in _INSTEAD.items():
             if options.get(option) is not None:
                 raise ValueError(f"from_pretrained_sharded takes no {option}: {instead}")

@@ -191,8 +191,8 @@ def _check_options_fit(
     shards = options.weights in shard_methods() and mesh.ranks > 1
     if shards and options.places_encoders and not transformers:
         raise ValueError(
-            f"weights={options.weights!r} and text_encoders={options.placement_of_encoders!r}: {cls} has no "
-            "transformer, so both place its text encoders. Leave one of them out."
+            f"weights={options.weights!r} and {options.encoders_setting}: {cls} has no transformer, so "
+            "both place its text encoders. Leave one of them out."
         )
     if shards and stages > 1:
         raise ValueError(

@@ -268,11 +268,15 @@ def _replace_seconds(fields: dict[str, Any], model: PipelineInfo, fps: int) -> N
         raise ValueError(f"field 'seconds' and field {name!r} both set the frames: expected one of them.")
     try:
         # One frame more than fit, because video models generate 4·n + 1 or 8·n + 1 frames.
-        frames = round(float(seconds) * fps) + 1
+        number = float(seconds)
+        frames = round(number * fps) + 1
     except (ValueError, OverflowError):
-        frames = 0
-    if frames < 1:
-        raise ValueError(f"field 'seconds' is {seconds!r:.80}; expected a number of at least 0.")
+        number, frames = -1.0, 0
+    # request_schema.py bounds the integers that a client sends in the same way.
+    if number < 0 or frames > 2**31 - 1:
+        raise ValueError(
+            f"field 'seconds' is {seconds!r:.80}; expected a number of at least 0, and fewer frames."
+        )
     fields["frames"] = frames
 
 

@@ -446,8 +446,9 @@ def test_bad_input_raises_with_value(make, error, message):
 )
 def test_warnings_follow_from_the_outcomes(names, policy, patterns):
     outcomes = [DecisionOutcome([0.04], Verdict[name], 0, 1) for name in names.split()]
-    options = CacheOptions(residual_diff_threshold=0.1, policy=policy)
-    cache, log = SimpleNamespace(outcomes=outcomes, uncached_by="image", threshold=0.1, options=options), []
+    threshold = 0.0 if policy else 0.1
+    options = CacheOptions(residual_diff_threshold=threshold, policy=policy)
+    cache, log = SimpleNamespace(outcomes=outcomes, uncached_by="image", threshold=threshold, options=options), []
     warn_of_outcomes("Pipe", cache, SimpleNamespace(warn=lambda key, text, category: log.append(text)))
     assert len(log) == len(patterns)
     assert all(map(re.search, patterns, log)), log

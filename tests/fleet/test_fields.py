@@ -167,7 +167,7 @@ REFUSED = [
     (FluxInpaintPipeline, EDITS, {"mask": URL, "mask_image": URL}, "'mask'.*'mask_image'"),
     (WanImageToVideoPipeline, VIDEOS, {"image": URL, "input_reference": URL}, "'image'.*'input_reference'"),
     (WanImageToVideoPipeline, VIDEOS, {"seconds": 1, "num_frames": 9}, "'seconds'.*'num_frames'"),
-    (WanPipeline, VIDEOS, {"seconds": -1}, "'seconds' is -1; expected a number of at least 0"),
+    (WanPipeline, VIDEOS, {"seconds": -0.01}, "'seconds' is -0.01; expected a number of at least 0"),
 ]
 
 

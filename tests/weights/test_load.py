@@ -286,6 +286,7 @@ def test_stored_buffers_are_cast_like_weights_and_what_a_class_keeps_in_float32(
         ({"device_map": "balanced"}, "device_map"),
         ({"torch_dtype": torch.float16}, "torch_dtype.* dtype="),
         ({"low_cpu_mem_usage": True}, "low_cpu_mem_usage.* memory-mapped"),
+        ({"dtype": "bfloat16"}, "dtype is 'bfloat16'; .*torch.bfloat16"),
         ({"weights": "zero"}, "weights .*'zero'; .*'fsdp', 'tensor' or 'stages'"),
     ],
 )

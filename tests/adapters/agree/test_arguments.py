@@ -86,7 +86,7 @@ VIDEOS = [[*random_video(2, 8, 8), image] for image in IMAGES]
         (LTXVideoCondition(video=VIDEOS[0], strength=0.8), LTXVideoCondition(video=VIDEOS[1], strength=0.8)),
         (np.arange(6), np.arange(6)[::-1]),
         (torch.Generator().manual_seed(1), torch.Generator().manual_seed(2)),
-        (torch.float32, torch.bfloat16),
+        (torch.float32, np.float32),
         ((1, None), (1, "None")),
         (np.zeros(2, np.float32), np.zeros(2, np.int32)),
         (Image.new("L", (2, 2)), Image.new("P", (2, 2))),
