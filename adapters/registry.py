@@ -93,7 +93,9 @@ def adapter_for(module: nn.Module, adapter: Adapter | None = None) -> Adapter | 
     """Return the adapter for the class of ``module``, or for the nearest of its base classes; None if there
     is none.
 
-    ``adapter`` has priority over the library's for the same class.
+    ``adapter`` has priority over the library's for the same class: that of a nearer class comes before both, and
+    one for another model counts for nothing. ``module`` is not the wrapper of ``torch.compile``, whose class has no
+    adapter; nor may it be in the other functions here that take a module and an adapter.
     """
     candidates = list(ADAPTERS)
     if adapter is not None:

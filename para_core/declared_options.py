@@ -162,8 +162,9 @@ class Declaration:
         """Validate a value of the option.
 
         Raises:
-            TypeError: ``value`` is of another type than the option.
-            ValueError: ``value`` is an unknown name, or a number beyond the limits.
+            TypeError: ``value`` is of another type than the option, or NaN.
+            ValueError: ``value`` is an unknown name, or a number beyond the limits. Of an option that takes only
+                names any other value is an unknown name.
         """
         if not self.accepts(value):
             message = f"{self.name} is {value!r}; expected {self.expected}."
@@ -279,7 +280,7 @@ def takes_options(
     ...     vae: Annotated[bool, Option(10, "Whether the VAE runs on all ranks.")] = False
     >>> @takes_options(Options)
     ... def parallelize(pipe, options):
-    ...     return options.vae
+    ...     return pipe
     >>> inspect.signature(parallelize)
     <Signature (pipe, *, vae: 'bool' = False)>
     """

@@ -1,4 +1,5 @@
-"""The values of options that are names. Imports no torch, so that a command can validate its options at once.
+"""The values of options that are names, the tables of what stands behind some of them, and two rules for values that
+commands and the library share. Imports no torch, so that a command can validate its options at once.
 
 The options themselves are declared in :mod:`.pipeline_options` and
 :mod:`para_core.attention.attention_options`. Tests: tests/attention/test_backend_selection.py,
@@ -42,7 +43,8 @@ if TYPE_CHECKING:
 else:
     # Options are validated by their types at run time.
     Backend = Literal[BACKENDS]
-# Approximate backends, each with what replaces it in calls that require a gradient; None if PyTorch chooses.
+# Approximate backends, each with what replaces it in calls that require a gradient; None if PyTorch chooses, also
+# because the line of the exact form above was removed.
 EXACT_FORM: Mapping[Backend, Backend | None] = {
     name: backend.exact_form if backend.exact_form in BACKENDS else None
     for name, backend in ADDED_BACKENDS.items()
@@ -87,14 +89,16 @@ else:
     # Options are validated by their types at run time.
     RotateMethod = Literal[ROTATE_METHODS]
 
-# What computes matrix products of rows.
+# What computes the products of linear layers, with bits that do not depend on the number of rows.
 Products = Literal["triton"]
 
-# Placements of weights, and schemes of torchao.
+# Where text encoders and autoencoders are: whole on each rank, sharded by FSDP2, in host memory, or on the first rank
+# only.
 TextEncoders = Literal["replicate", "fsdp", "offload", "first"]
 TEXT_ENCODERS: tuple[TextEncoders, ...] = get_args(TextEncoders)
 VaePlacement = Literal["replicate", "offload", "first"]
 VAE_PLACEMENTS: tuple[VaePlacement, ...] = get_args(VaePlacement)
+# Schemes of torchao, of weights only or with dynamic activations.
 Quantize = Literal["int8", "fp8", "int8-dynamic", "fp8-dynamic"]
 QUANTIZE: tuple[Quantize, ...] = get_args(Quantize)
 # What waits in host memory: the blocks of the transformer but the next ones, or each model that does not run.
@@ -104,7 +108,7 @@ Offload = Literal["blocks", "model"]
 def check_quantize_fits(scheme: Quantize, weights: str | None) -> None:
     """Raise ``ValueError`` if ``scheme`` is unknown or does not work with this method of sharding weights.
 
-    ``weights`` is ``"fsdp"``, ``"tensor"``, ``"stages"``, or None for replicated weights.
+    ``weights`` is ``"fsdp"``, ``"tensor"``, ``"stages"``, or None for replicated weights; the caller has checked it.
     """
     if scheme not in QUANTIZE:
         raise ValueError(f"quantize is {scheme!r}; expected one of {', '.join(QUANTIZE)}.")

@@ -5,7 +5,13 @@ from dataclasses import replace
 from para_core.adapters.adapter import Adapter
 from para_core.adapters.models.shared.constructors import chained
 from para_core.adapters.models.shared.tokens import VIDEO_TO_TEXT
-from para_core.adapters.models.shared.wan import BY_HEADS, WITH_VIDEO, WRITES_KEYS, wan_plan, wan_tensor_plan
+from para_core.adapters.models.shared.wan import (
+    CACHED_SELF_ATTENTION,
+    STORED_KEYS,
+    WITH_VIDEO,
+    wan_plan,
+    wan_tensor_plan,
+)
 from para_core.plans.plan import Split
 
 ANYFLOW = Adapter(
@@ -25,11 +31,14 @@ ANYFLOW = Adapter(
 ANYFLOW_FAR = Adapter(
     transformer="AnyFlowFARTransformer3DModel",
     pipelines="AnyFlow FAR",
-    uncached=WRITES_KEYS,
+    uncached=STORED_KEYS,
     plan=wan_plan(
         inner={"blocks.*": {"temb": WITH_VIDEO}},
         # kv_cache holds keys and values of earlier chunks, [2, B, H, S, D]. Each rank stores only its heads.
-        attention={"**.attn1": replace(BY_HEADS, caches=(("kv_cache", 2),)), "**.attn2": VIDEO_TO_TEXT},
+        attention={
+            "**.attn1": replace(CACHED_SELF_ATTENTION, caches=(("kv_cache", 2),)),
+            "**.attn2": VIDEO_TO_TEXT,
+        },
     ),
     # No ``blocks``, so First Block Cache is refused: a skipped block would store no keys for later chunks.
 )

@@ -4,7 +4,13 @@ from dataclasses import replace
 
 from para_core.adapters.adapter import Adapter
 from para_core.adapters.models.shared.tokens import VIDEO_TO_TEXT
-from para_core.adapters.models.shared.wan import BY_HEADS, WITH_VIDEO, WRITES_KEYS, wan_plan, wan_tensor_plan
+from para_core.adapters.models.shared.wan import (
+    CACHED_SELF_ATTENTION,
+    STORED_KEYS,
+    WITH_VIDEO,
+    wan_plan,
+    wan_tensor_plan,
+)
 from para_core.cache.blocks import BlockGroup, CachedBlocks
 from para_core.plans.plan import Attention, Gather
 from para_core.weights.tensor_plan import COLUMNS, ROWS
@@ -44,13 +50,13 @@ WAN_ANIMATE = Adapter(
 WAN_ANIMATE_2 = Adapter(
     transformer="WanAnimate2Transformer3DModel",
     pipelines="Wan Animate 2",
-    uncached=WRITES_KEYS,
+    uncached=STORED_KEYS,
     fills=("kv_cache_mode", "extract"),
     plan=wan_plan(
         inner={},
         # Gather after the head: a model of ten blocks skips its last block in unconditional calls.
         gathered="head",
         # The module caches the keys of the reference image. Each rank caches only its heads.
-        attention={"**.self_attn": BY_HEADS, "**.cross_attn": VIDEO_TO_TEXT},
+        attention={"**.self_attn": CACHED_SELF_ATTENTION, "**.cross_attn": VIDEO_TO_TEXT},
     ),
 )

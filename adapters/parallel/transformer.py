@@ -2,8 +2,9 @@
 
 The public functions serve denoising loops of a user's own. ``resolve.py`` calls :func:`resolve_transformer`
 for each transformer of a pipeline, and :func:`make_call_agreement` for features that compare the inputs of a
-call themselves. The plan itself is applied by ``para_core/plans/apply.py``. Tests:
-tests/adapters/test_transformers.py, tests/adapters/agree/test_arguments.py.
+call themselves. ``parallelize.py`` calls :func:`remove_from_transformer`. Session parts are explained in
+``session.py``, and the plan is applied by ``para_core/plans/apply.py``. Tests: tests/adapters/test_transformers.py,
+tests/adapters/agree/test_arguments.py, tests/adapters/parallel/test_undo.py for what stays after a failure.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
-"""The values in the arguments of a model call, by path, and whether they are equal in another call.
+"""The values in the arguments of a model call, by path, whether they are equal in another call, and which of them are
+timesteps.
 
-:mod:`.branches` and :mod:`.branch_search` tell CFG branches apart by these. A graph has :mod:`.call_digest`
-instead. Tests: tests/cache/test_steps.py.
+:mod:`.branches` and :mod:`.branch_search` tell CFG branches apart by these. Values that are wrongly taken for equal
+would add the residuals of another branch; equal ones that are taken for different only let a step be computed. So
+what is not known counts as different. A graph has :mod:`.call_digest` instead. Tests: tests/cache/test_steps.py.
 """
 
 from __future__ import annotations
@@ -154,8 +156,8 @@ Leaves = dict[str, Leaf]
 
 
 def _are_same(x: Any, y: Any) -> bool:
-    """Whether two values that are no tensors are equal. NaN equals NaN, and objects of other classes, among
-    them containers beyond the bounds, only themselves.
+    """Whether two values that are no tensors are equal. A float NaN equals NaN, and objects of other classes,
+    among them containers beyond the bounds, only themselves.
     """
     if x is y:
         return True

@@ -1,7 +1,8 @@
 """The base class of the modes that a user enters for attention: it shards and gathers tensors, and keeps the
 layouts of sharded sequences.
 
-It intercepts nothing: that is in the subclasses of :mod:`.layout_mode` and :mod:`.batch_parallel`. Tests:
+It intercepts nothing: that is in the subclasses of :mod:`.layout_mode` and :mod:`.batch_parallel`. A subclass in
+``para_core/comparison/runs.py`` notes what is sharded: it overrides ``_remember`` and ``_trace_safe``. Tests:
 tests/modes/test_unified.py, tests/attention/test_inputs.py.
 """
 
@@ -48,7 +49,9 @@ class ShardingMode(TorchFunctionMode):
         # The sequences that were sharded through this mode or declared replicated, in the order of these
         # calls. The tuple becomes empty when the mode is left.
         self._known: TraceSafeLayout = ()
-        # Whether gather was called after the last shard, so that in a graph the next shard begins a new call.
+        # Whether gather was called after the last shard in a graph, so that the next shard there begins a new
+        # call. In eager code nothing reads it. A graph that shards and never gathers leaves it False, and the
+        # next call goes on with the sequences of this one.
         self._gathered = True
 
     def __enter__(self) -> Self:
@@ -75,7 +78,10 @@ class ShardingMode(TorchFunctionMode):
         """Prepare for use when the outermost context of the mode is entered. Does nothing unless overridden."""
 
     def _end(self) -> None:
-        """Undo :meth:`_begin` when the outermost context of the mode is left. Does nothing unless overridden."""
+        """Undo :meth:`_begin` when the outermost context of the mode is left. Does nothing unless overridden.
+
+        In a graph each gather calls it, so it may be called more often than :meth:`_begin`.
+        """
 
     def _note_state(self) -> None:
         """Adapt to changed sequences or explicit layouts, in eager code. Does nothing unless overridden."""
@@ -110,6 +116,7 @@ class ShardingMode(TorchFunctionMode):
             self._note_state()
 
     def _trace_safe(self, layout: SequenceLayout) -> TraceSafeLayout:
+        """Return the segments of ``layout`` as they are stored on a mode."""
         return to_trace_safe(self._require_ranks(layout).segments, self._mesh.device_type)
 
     def _require_ranks(self, layout: SequenceLayout) -> SequenceLayout:
@@ -145,7 +152,7 @@ class ShardingMode(TorchFunctionMode):
         if torch.compiler.is_compiling() and self._depth == 0:
             # Dynamo does not trace __enter__ and __exit__ of a mode that was constructed outside of the
             # graph. The first shard after a gather, which begins a new call of the model, therefore does the
-            # work of __enter__, and gather does the work of __exit__.
+            # work of __enter__. Gather does that of __exit__, but keeps the sequences for another gather.
             if self._gathered:
                 self._known = ()
                 self._begin()

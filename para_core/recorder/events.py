@@ -2,7 +2,10 @@
 
 Their tensors are those of the call itself, never copies: an event that is kept keeps its tensors, and shows
 the values of later writes in place. Whoever compares values later must clone them while the event is handled.
-:mod:`.recorder` makes the events. Tests: tests/recorder/test_recorder.py.
+:mod:`.recorder` makes the events. What runs inside another call lies between its start and its end: an attention call
+gives AttentionStart, the OperatorCalls inside it, AttentionEnd, then its FunctionCall. A call that raises has a start
+only. While a graph is traced there are no FunctionCalls, and OperatorCalls come only if the recorder was asked for
+them. ``adapters/planner/count.py`` relies on this order. Tests: tests/recorder/test_recorder.py.
 """
 
 from __future__ import annotations
@@ -89,7 +92,7 @@ class AttentionEnd:
 
 @dataclass(frozen=True, eq=False)
 class FunctionCall:
-    """A finished call of a function of torch, attention included; calls inside of it are no events.
+    """A finished call of a function of torch, attention included; calls of such functions inside of it are no events.
 
     Args:
         time: Number of the event.

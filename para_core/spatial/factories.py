@@ -1,6 +1,7 @@
 """Rules for functions that create tensors, of sizes that were read from a sharded one.
 
-Rules are explained in :mod:`.rules`; :mod:`.mode` calls these also if no tensor is sharded. Tests:
+Rules are explained in :mod:`.rules`. :mod:`.mode` calls those of ``FACTORIES`` also if no tensor is sharded, because
+only a size may be. ``zeros_like`` and the like are in :mod:`.rules`. Tests:
 tests/spatial/test_functions.py.
 """
 
@@ -51,6 +52,7 @@ def run_expand(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict
     """
     out: Tensor = func(*args, **kwargs)
     rows = sharded_dim(_shape(args[1:], kwargs))
+    # With a stride of 0 all entries of the dim are equal, so any of them are this rank's. Else it was not expanded.
     if rows is None or out.stride(rows.dim) != 0:
         return out
     return set_rows(out.narrow(rows.dim, 0, rows.outer * rows.sizes[ranks.index]), rows)

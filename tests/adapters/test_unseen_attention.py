@@ -12,7 +12,7 @@ from diffusers.models.attention_dispatch import AttentionBackendName, _Attention
 from benchmarks.harness import fake_group
 from para_core.adapters import Adapter, parallelize_pipe, parallelize_transformer
 from para_core.adapters.inspect.attention_names import processor_backends
-from para_core.adapters.models.shared.wan import BY_HEADS
+from para_core.adapters.models.shared.wan import CACHED_SELF_ATTENTION as BY_HEADS
 from para_core.adapters.registry import plan_for
 from tests.adapters.test_pipelines import build, generate
 from tests.adapters.test_transformers import SIZES, call

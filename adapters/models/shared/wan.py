@@ -1,4 +1,5 @@
-"""Plans that the relatives of Wan share. The adapters are in ``adapters/models``: the files that import this
+"""Plans that the relatives of Wan share: one that splits their video tokens, the tensor plan of their blocks, and what
+the causal ones say of their self-attention. The adapters are in ``adapters/models``: the files that import this
 one. Tests: tests/adapters/test_transformers.py, tests/weights/test_tensor.py.
 """
 
@@ -17,6 +18,8 @@ def wan_tensor_plan(*lists: str) -> TensorPlan:
     """Return the tensor plan for the blocks of the module lists ``lists``.
 
     The norms of queries and keys span the channels of all heads, so their weights are sharded with the heads.
+    A name that matches no module is ignored, because most relatives have no conditioning image. A misspelt one
+    would be, too: the tests compare each relative with the whole model.
     """
     blocks = [f"{name}.*" for name in lists]
     heads = ("attn1", "attn2")
@@ -43,8 +46,9 @@ def wan_plan(
     """Return the plan of a relative of Wan, with the video tokens split at block 0.
 
     The output of the module ``gathered`` is gathered. The default is for models whose output layers apply a
-    time step to each token of the full sequence. The arguments ``inner`` and ``attention`` are further
-    entries of :class:`Plan`.
+    time step to each token of the full sequence. Others name their last layer, which then runs on a part of the
+    tokens. The arguments ``inner`` and ``attention`` are further entries of :class:`Plan`; ``inner`` must not
+    have ``"blocks.0"``, whose rule is this function's.
     """
     return Plan(
         inputs={},
@@ -55,9 +59,10 @@ def wan_plan(
     )
 
 
-# This self-attention packs or pads all tokens to fit a mask of flex attention, and caches keys for later
-# calls. So each rank runs it on all tokens and some heads. The all-to-all comes after the norms, which span
-# all heads.
-BY_HEADS = AttentionByHeads("video", ("norm_q", "norm_k", "to_v"), "to_out.0")
+# The self-attention of the causal AnyFlow and of Wan Animate 2 packs or pads all tokens to fit a mask of flex
+# attention, and caches keys for later calls. So each rank runs it on all tokens and some heads. The all-to-all
+# comes after the norms, which span all heads.
+CACHED_SELF_ATTENTION = AttentionByHeads("video", ("norm_q", "norm_k", "to_v"), "to_out.0")
 
-WRITES_KEYS = "its blocks store keys that later calls read, and a block that is skipped stores none"
+# Why First Block Cache refuses them (Adapter.uncached).
+STORED_KEYS = "its blocks store keys that later calls read, and a block that is skipped stores none"
