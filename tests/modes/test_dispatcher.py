@@ -8,12 +8,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from para_core import UnifiedAttnMode
+from para_core import PipeFusion, UnifiedAttnMode
+from para_core.adapters import parallelize_pipe
 from para_core.modes import interceptor
 from para_core.modes.interceptor import at_the_dispatcher
 from para_core.torch_internals import SpareDispatchKey
-from tests.tiny import relative_error
-from tests.weights.test_pipefusion import by_hand, fused
+from tests.tiny import flux_pipe, relative_error
+from tests.weights.test_pipefusion import by_hand, run
 
 Q = torch.randn(1, 2, 4, 8, generator=torch.Generator().manual_seed(0))
 
@@ -65,6 +66,6 @@ def test_separately_compiled_attention_raises():
 
 def test_without_the_key_patches_are_the_same_and_the_dispatcher_refuses():
     with mock.patch.object(interceptor, "_DISPATCH_KEY", SpareDispatchKey("NoSuchKey", {})):
-        assert relative_error(fused(3)[0], by_hand(3)) < 1e-5
+        assert relative_error(run(parallelize_pipe(flux_pipe(), pipefusion=PipeFusion(3))), by_hand(3)) < 1e-5
         with pytest.raises(RuntimeError), at_the_dispatcher(F.scaled_dot_product_attention):
             pass

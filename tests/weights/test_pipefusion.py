@@ -100,13 +100,12 @@ def predictions(name, pipefusion=None):
     scheduler = type(pipe.scheduler)
 
     class Still(scheduler):
+        scale_model_input = staticmethod(lambda sample, timestep: sample)  # Bria asks a scheduler of another class.
+
         def step(self, model_output, timestep, sample, *args, **kwargs):
             outputs.append(model_output.clone())
             scheduler.step(self, model_output, timestep, sample, *args, **kwargs)
             return (sample,)
-
-        def scale_model_input(self, sample, timestep):
-            return sample  # Bria calls it on each scheduler whose class is another than its own.
 
     def set_time(module, args, kwargs):
         return args, {**kwargs, "timestep": torch.full_like(kwargs["timestep"], 0.7)}
