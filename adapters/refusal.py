@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TypeVar
 
-Refusal = TypeVar("Refusal", bound=Exception)
+RaisedError = TypeVar("RaisedError", bound=Exception)
 
 
-def refusal(kind: type[Refusal], reason: str, instead: str) -> Refusal:
+def refusal(kind: type[RaisedError], reason: str, instead: str) -> RaisedError:
     """Return an exception of class ``kind`` whose message is ``reason``, then ``instead``, both whole
     sentences.
 
