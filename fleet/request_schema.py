@@ -32,7 +32,7 @@ _POSITIVE_FIELDS = (
 )
 _SIZE_PATTERN = re.compile(r"^([1-9][0-9]{0,8})\s*[x×]\s*([1-9][0-9]{0,8})$")
 LARGEST_SEED = 2**63 - 1
-_LARGEST_INT = 2**31 - 1  # of a positive field without a limit of its own
+LARGEST_INT = 2**31 - 1  # of a positive field without a limit of its own
 
 
 def request_schema(model: PipelineInfo, *, at_most: Mapping[str, int] | None = None) -> type[BaseModel]:
@@ -49,7 +49,7 @@ def request_schema(model: PipelineInfo, *, at_most: Mapping[str, int] | None = N
         elif name == "prompt":
             kind = str | Annotated[list[str], Field(min_length=1)]
         elif name in _POSITIVE_FIELDS:
-            kind = Annotated[int, Field(ge=1, le=limits.get(name, _LARGEST_INT))]
+            kind = Annotated[int, Field(ge=1, le=limits.get(name, LARGEST_INT))]
         else:
             kind = _json_type(model.annotations.get(name, Any))
         # The default only documents the field: a field that a request does not set is not passed to the

@@ -28,7 +28,13 @@ from para_core.fleet.memory import Memory
 from para_core.fleet.outputs import find_side_problem, formats_here
 from para_core.fleet.pipeline_info import PipelineInfo
 from para_core.fleet.request import Delivery, Lora, Request, estimate_pixels, request_from
-from para_core.fleet.request_schema import LARGEST_SEED, describe_error, parameter_of, request_schema
+from para_core.fleet.request_schema import (
+    LARGEST_INT,
+    LARGEST_SEED,
+    describe_error,
+    parameter_of,
+    request_schema,
+)
 
 # Longest string of a request, in characters per token that the model reads: eight times as many as English
 # has, so that no real prompt is refused. The limit exists because a tokenizer needs minutes for megabytes of
@@ -91,8 +97,8 @@ class ServerOptions:
 
     @property
     def most_pixels(self) -> int:
-        """Largest number of pixels of one call by both limits, that of the server and that of a rank's
-        memory.
+        """Largest number of pixels of a batch, which is one call of the pipeline, by both limits: that of the
+        server and that of a rank's memory. :func:`_require_size` checks a request, which may take several calls.
         """
         if self.memory is None:
             return self.pixels
@@ -272,10 +278,9 @@ def _replace_seconds(fields: dict[str, Any], model: PipelineInfo, fps: int) -> N
         frames = round(number * fps) + 1
     except (ValueError, OverflowError):
         number, frames = -1.0, 0
-    # request_schema.py bounds the integers that a client sends in the same way.
-    if number < 0 or frames > 2**31 - 1:
+    if number < 0 or frames > LARGEST_INT:
         raise ValueError(
-            f"field 'seconds' is {seconds!r:.80}; expected a number of at least 0, and fewer frames."
+            f"field 'seconds' is {seconds!r:.80}; expected a number of at least 0, with at most {LARGEST_INT} frames."
         )
     fields["frames"] = frames
 
