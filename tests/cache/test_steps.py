@@ -180,7 +180,7 @@ def test_tiles_in_turn_are_computed(count, spread, texts):
 @pytest.mark.parametrize("named", [True, False])
 def test_more_calls_in_a_step_than_branches_are_kept_warn(named):
     model = cached_video()
-    with pytest.warns(CacheWarning, match="more than 8 cache_contexts" if named else "more ways .*than the 8"):
+    with pytest.warns(CacheWarning, match=r"\b8 "):
         for time, number in product([1.0, 0.9], range(9)):
             with cache_context(model, str(number)) if named else nullcontext():
                 model(X, TEXT, torch.tensor([time]), [number])
