@@ -166,7 +166,7 @@ def _find_memory_problems(
 
 
 def _estimate_pixels_at_once(request: Request, model: PipelineInfo) -> int:
-    """Return the number of pixels that one call of the pipeline generates, of which a request may take several."""
+    """Return the number of pixels that one call of the pipeline generates; a request may take several calls."""
     return estimate_pixels(request, model) // request.calls
 
 

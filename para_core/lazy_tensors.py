@@ -91,8 +91,8 @@ class LiveTensors:
                 if x.is_floating_point() or x.is_complex():
                     fill = float("nan")
                 value = torch.full(x.shape, fill, dtype=x.dtype, device=x.device)
-            # If the user holds a weak reference to the tensor, it cannot be swapped, and remains a lazy
-            # tensor, of which this is the data.
+            # If the user holds a weak reference to the tensor, it cannot be swapped. It remains a lazy tensor,
+            # and gets this data.
             if weakref.getweakrefs(x):
                 x.source = _PresentData(self, value)
             else:

@@ -86,8 +86,8 @@ class AttentionSpec:
         # Every rank holds the same replicated queries. A group has them once only if it joins the pieces of
         # its ranks, which brings them into order.
         is_repeated = bool(layout.replicated)
-        # Masks by position cut the queries into runs of consecutive positions, of which there are fewer in
-        # order. SparseKVAttnMode observes the queries at some positions.
+        # Masks by position cut the queries into runs of consecutive positions, and queries in order have fewer
+        # runs. SparseKVAttnMode observes the queries at some positions.
         reads_positions = self.is_causal or self.options.by_position
         return arrive_in_order or is_repeated or reads_positions
 

@@ -83,7 +83,7 @@ class Swap:
         rows: For each tensor, where the tokens of the group lie. Tensors with the same layout share one
             object.
         heads: For each tensor, the heads ``(start, count)`` that each rank computes.
-        dim: The mesh dim of the ranks, of which there are at least two.
+        dim: The mesh dim of the ranks, at least two.
         replicated: Whether replicated tokens are sent, too.
         wire: The format in which tensors are sent; None sends them as they are.
         one_shape: Whether the tensors of all exchanges have the same shapes, dtype and device.

@@ -159,8 +159,8 @@ def _orders(total: int, segments: Sequence[Segment]) -> Iterator[tuple[Segment, 
     repeats.
     """
     yield (Segment("all", total),)
-    # Segments with equal sizes and options are sharded alike: two orders that differ only by exchanging such segments
-    # are the same, and one of them is tried. A single order may contain several such segments.
+    # Segments with equal sizes and options are sharded in the same way. So two orders that differ only in the places
+    # of equal segments are the same, and one of them is tried. A single order may contain several such segments.
     kinds = [(x.total, x.replicated, x.balanced, x.together) for x in segments]
     for length in range(1, min(len(segments), _MOST_SEGMENTS) + 1):
         orders = {

@@ -217,8 +217,8 @@ class _Checker:
         return [self._make_case(method, ranks, length, results, expected, hint=hint)]
 
     def _learn_what_is_sharded(self, result: RankRun) -> None:
-        """Remember how many tokens the first run has sharded, and of which inputs, so that later runs can
-        shorten these. A plan that shards inside the model shows the number only.
+        """Remember the number of tokens that the first run has sharded, and their inputs, so that later runs
+        can shorten these. A plan that shards inside the model shows the number only.
         """
         if self._total is not None:
             return
