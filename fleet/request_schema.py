@@ -112,13 +112,17 @@ def require_one_name(values: Mapping[str, Any], model: PipelineInfo) -> None:
 
 def merge_fields(common: Mapping[str, Any], values: Mapping[str, Any], model: PipelineInfo) -> dict[str, Any]:
     """Return the fields ``values``, and those of ``common`` whose parameters ``values`` does not set by any
-    name.
+    name. A value that is None sets nothing; it stays, so that its name is checked, unless ``common`` has one.
 
     >>> from para_core.fleet.pipeline_info import PipelineInfo
     >>> model = PipelineInfo("", "FluxPipeline", dict.fromkeys(("width", "height", "num_inference_steps")), "image")
     >>> merge_fields({"size": "64x32", "steps": 4}, {"width": 16, "num_inference_steps": 8}, model)
     {'height': 32, 'width': 16, 'num_inference_steps': 8}
+    >>> merge_fields({"size": "64x32", "steps": 4}, {"width": None, "steps": None}, model)
+    {'width': None, 'steps': 4, 'size': '64x32'}
     """
+    left_out = {name: None for name, value in values.items() if value is None}
+    values = {name: value for name, value in values.items() if value is not None}
     rest = dict(common)
     # A common size is split into its sides, so that a line may override one of them.
     size = rest.get("size")
@@ -132,7 +136,7 @@ def merge_fields(common: Mapping[str, Any], values: Mapping[str, Any], model: Pi
         for name, value in rest.items()
         if not overridden.intersection(_parameters_set_by(name, model))
     }
-    return {**kept, **values}
+    return {**left_out, **kept, **values}
 
 
 def _json_type(annotation: Any, *, is_item: bool = False) -> Any:
