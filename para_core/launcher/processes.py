@@ -300,7 +300,10 @@ def start_process(
     """
     output = None if shown else tempfile.TemporaryFile()  # noqa: SIM115 (closed by LocalProcess.kill)
     options = [f"-W{option}" for option in sys.warnoptions]
-    search_path = json.dumps([path or str(folder or Path.cwd()) for path in sys.path])
+    # Python itself ignores entries that are no strings, such as a Path that a script has inserted.
+    search_path = json.dumps(
+        [path or str(folder or Path.cwd()) for path in sys.path if isinstance(path, str)]
+    )
     process = subprocess.Popen(
         [sys.executable, *options, "-c", _PATH + program, *arguments, search_path],
         env=environment,
