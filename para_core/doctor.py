@@ -74,7 +74,7 @@ def check_devices(ranks: ExaminedRanks, report: DoctorReport) -> None:
     if ranks.device.type == "cuda":
         free, total = torch.cuda.mem_get_info(ranks.device)
         name = torch.cuda.get_device_name(ranks.device)
-    elif hasattr(os, "sysconf"):
+    elif "SC_AVPHYS_PAGES" in getattr(os, "sysconf_names", {}):
         page = os.sysconf("SC_PAGE_SIZE")
         free, total = page * os.sysconf("SC_AVPHYS_PAGES"), page * os.sysconf("SC_PHYS_PAGES")
     every = ranks.gather((name, free, total))
@@ -86,7 +86,9 @@ def check_devices(ranks: ExaminedRanks, report: DoctorReport) -> None:
         advice = "ranks compute equal shards, so the slowest device decides: use equal devices."
     elif ranks.device.type == "cuda" and least < 0.8 * of:
         advice = f"another process holds memory on rank {rank}'s GPU: see nvidia-smi."
-    text = f"{len(every)} × {' and '.join(names)}; {least / 1e9:.1f} of {of / 1e9:.1f} GB free on rank {rank}"
+    text = f"{len(every)} × {' and '.join(names)}"
+    if of > 0:  # macOS and Windows do not say how much memory of the host is free.
+        text += f"; {least / 1e9:.1f} of {of / 1e9:.1f} GB free on rank {rank}"
     report.add("device", text, advice)
 
 
@@ -134,7 +136,9 @@ def seconds_of(work: Callable[[], Any], device: torch.device, *, repeats: int = 
 
 
 def measure_speed(ranks: ExaminedRanks, report: DoctorReport) -> None:
-    """Measure a large matrix product and an attention call, in operations per second on the slowest rank."""
+    """Measure a large matrix product and an attention call, each in operations per second on the rank that is
+    slowest in it.
+    """
     size, tokens = 512, 512
     if ranks.device.type == "cuda":
         size, tokens = 8192, 8192
@@ -145,7 +149,7 @@ def measure_speed(ranks: ExaminedRanks, report: DoctorReport) -> None:
     attention /= seconds_of(
         lambda: F.scaled_dot_product_attention(query, query, query), ranks.device, repeats=3
     )
-    products, attention = min(ranks.gather((products, attention)))
+    products, attention = (min(speeds) for speeds in zip(*ranks.gather((products, attention)), strict=True))
     text = (
         f"{products / 1e12:.3g} TFLOP/s in products, {attention / 1e12:.3g} in attention, on the slowest rank"
     )
@@ -305,6 +309,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # Reject a wrong path now, before the checks, which take a while.
     if options.output is not None and not options.output.absolute().parent.is_dir():
         parser.error(f"--output {options.output}: there is no folder {options.output.absolute().parent}.")
+    if options.output is not None and options.output.is_dir():
+        parser.error(f"--output {options.output}: this is a folder; expected a file.")
     try:
         check_ring(options.ring)
     except ValueError as error:
