@@ -7,7 +7,8 @@ that have not signed in with that name are late. An exchange that all ranks reac
 of this.
 
 :func:`~para_core.distributed.agree.all_gather_bytes` calls it, so it serves every agreement, and no
-collective of tensors. Tests: tests/distributed/test_late_ranks.py.
+collective of tensors. ``adapters/agree/failures.py``, which names the ranks that do not answer a collective
+of tensors, asks the store by :func:`ask_store`, too. Tests: tests/distributed/test_late_ranks.py.
 """
 
 from __future__ import annotations
