@@ -235,10 +235,8 @@ OTHER_KINDS = [
     (["shard_weights"], "text_encoder", "CLIPTextModel", "components="),
     (["parallelize_transformer", "parallelize_unet"], "pipe", "FluxPipeline", "parallelize_pipe"),
     (["parallelize_vae"], "pipe", "FluxPipeline", "parallelize_pipe(pipe, vae=True)"),
-    (
-        ["unparallelize_transformer", "unparallelize_unet", "unparallelize_vae"],
-        *("pipe", "FluxPipeline", "unparallelize_pipe"),
-    ),
+    (["unparallelize_transformer", "unparallelize_unet"], "pipe", "FluxPipeline", "unparallelize_pipe"),
+    (["unparallelize_vae"], "pipe", "FluxPipeline", "unparallelize_pipe"),
     (["apply_cache_on_transformer"], "pipe", "FluxPipeline", "apply_cache_on_pipe"),
     (["propose_plan"], "pipe", "FluxPipeline", "pipe.transformer"),
 ]

@@ -18,7 +18,6 @@ NAMES = {
     "A100 40GB": ("NVIDIA A100-SXM4-40GB", "A100-40GB", "a100 40 gb", "a100 40g"),
     "A100 PCIe": ("NVIDIA A100 80GB PCIe",),
     "A100 40GB PCIe": ("NVIDIA A100-PCIE-40GB",),
-    "A800": ("a800-sxm4-80gb",),
     "B200": ("B200 192GB",),
     "L40S": ("L 40S",),
     "L4": ("NVIDIA L4",),

@@ -82,7 +82,6 @@ DIFFERENT_SIZES = [
     lambda: torch.ones(2, 32) @ torch.ones(63, 2),
     lambda: torch.ones(32).expand(63),
     lambda: torch.cat([torch.ones(32, 1), torch.ones(63, 2)]),
-    lambda: torch.ones(32).copy_(torch.ones(63)),
 ]
 
 

@@ -71,7 +71,7 @@ def wait_for_late_ranks(
 
     Args:
         error: The error of the first wait, for :data:`PATIENCE`. If that is not why it ended, it is raised
-            again.
+            again. If the exchange has ended since, this function returns at once.
         call: The user's call that makes the exchange, as a noun such as "the FluxPipeline".
 
     Raises:
@@ -79,7 +79,7 @@ def wait_for_late_ranks(
         RuntimeError: It failed otherwise.
     """
     if not _is_running(work, error):
-        raise error
+        return
     begun = time.monotonic() - PATIENCE.total_seconds()
     timeout = group_timeout(group, torch.device("cpu")).total_seconds()
     members = dist.get_process_group_ranks(group)
@@ -119,8 +119,14 @@ def wait_for_late_ranks(
 
 
 def _is_running(work: Any, error: RuntimeError) -> bool:
-    """Whether ``error`` only says that the wait for ``work`` was too short."""
-    return is_out_of_patience(error) and not work.is_completed()
+    """Whether ``work`` still runs after a wait for it that raised ``error``. Raise its error if it failed."""
+    if not is_out_of_patience(error):
+        raise error
+    if not work.is_completed():
+        return True
+    # It has ended since the wait. If it failed, as by the timeout of its group, this raises.
+    work.wait()
+    return False
 
 
 def _has_ended(work: Any, patience: timedelta) -> bool:
@@ -128,9 +134,7 @@ def _has_ended(work: Any, patience: timedelta) -> bool:
     try:
         work.wait(patience)
     except RuntimeError as error:
-        if _is_running(work, error):
-            return False
-        raise
+        return not _is_running(work, error)
     return True
 
 
