@@ -44,6 +44,11 @@ _BACKENDS = {
     "cuDNN": SDPBackend.CUDNN_ATTENTION,
     "math": SDPBackend.MATH,
 }
+# Where advice begins. All are assumed: far enough from what is usual that noise alone gives no advice.
+_FREE_MEMORY = 0.8  # share of a GPU's memory
+_PRODUCT_SPEED = 0.6  # share of the speed that large products reach (Device.product_speed)
+_LINK_SPEED = 0.5  # share of what such a link reaches
+_LAUNCH = 15e-6  # seconds of one operator on the host; the planner takes 5.7e-6 (LAUNCH in predict.py)
 _PACKAGES = ("torch", "diffusers", "transformers", "triton", "nvidia-nccl-cu12", "nvidia-nccl-cu13")
 
 
@@ -84,7 +89,7 @@ def check_devices(ranks: ExaminedRanks, report: DoctorReport) -> None:
     advice = ""
     if len(names) > 1:
         advice = "ranks compute equal shards, so the slowest device decides: use equal devices."
-    elif ranks.device.type == "cuda" and least < 0.8 * of:
+    elif ranks.device.type == "cuda" and least < _FREE_MEMORY * of:
         advice = f"another process holds memory on rank {rank}'s GPU: see nvidia-smi."
     text = f"{len(every)} × {' and '.join(names)}"
     if of > 0:  # macOS and Windows do not say how much memory of the host is free.
@@ -154,7 +159,7 @@ def measure_speed(ranks: ExaminedRanks, report: DoctorReport) -> None:
         f"{products / 1e12:.3g} TFLOP/s in products, {attention / 1e12:.3g} in attention, on the slowest rank"
     )
     device, advice = ranks.known_device(), ""
-    if device is not None and products < 0.6 * device.product_speed:
+    if device is not None and products < _PRODUCT_SPEED * device.product_speed:
         usual = f"{device.product_speed / 1e12:.0f} TFLOP/s"
         advice = f"a {device.name} reaches {usual}: check its clocks, power limit and temperature."
     report.add("device speed", text, advice)
@@ -166,7 +171,7 @@ def measure_host(ranks: ExaminedRanks, report: DoctorReport) -> None:
     x = torch.zeros(16, device=ranks.device)
     launch = max(ranks.gather(seconds_of(lambda: x + 1, ranks.device, repeats=200)))
     advice = ""
-    if launch > 15e-6:
+    if launch > _LAUNCH:
         advice = "the host is slow or busy: compile the transformer, and check that no other process uses its cores."
     report.add("host", f"{1e6 * launch:.1f} µs per launch, on the slowest rank", advice)
     report.figures["launch"] = launch
@@ -253,7 +258,7 @@ def advice_on_bandwidth(bandwidth: float, device: Device | None) -> str:
     usual = 0.0
     if link is not None:
         usual = link.all_to_all or link.bandwidth
-    if link is None or bandwidth >= 0.5 * usual:
+    if link is None or bandwidth >= _LINK_SPEED * usual:
         return ""
     return (
         f"{link.name} between such devices reaches {usual / 1e9:.0f} GB/s: see nvidia-smi topo -m, and whether "

@@ -41,6 +41,8 @@ IN_RANK = "PARA_CORE_LAUNCHED_RANK"
 _TAIL = 2000
 # Seconds in which a rank that was told to close ends by itself.
 _CLOSING = 5.0
+# Seconds in which a process ends after its connection, which the system closes first.
+_ENDING = 2.0
 
 
 class RankProcess(Protocol):
@@ -101,7 +103,7 @@ class LocalProcess:
             self._output.close()
 
     def describe_end(self) -> str:
-        if not self.wait(2.0):
+        if not self.wait(_ENDING):
             return "closed its connection"
         code = self._process.returncode
         how = f"ended with exit code {code}"
@@ -152,7 +154,11 @@ class RankGroup:
                 channel.send(head, body)
 
     def end(self, *, idle: bool) -> None:
-        """End all ranks. Those that are ``idle`` are told to, and get some seconds for it."""
+        """End all ranks. Those that are ``idle`` are told to, and get some seconds for it.
+
+        ``ended`` is set at the beginning, so that calls fail at once. A second call meanwhile, in another thread,
+        returns before the processes have ended.
+        """
         if self.ended or os.getpid() != self.owner:
             return
         self.ended = True
