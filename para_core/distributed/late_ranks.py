@@ -160,7 +160,11 @@ def _calls_of(store: Any, ranks: Sequence[int]) -> dict[int, str]:
     """Return the calls in which ``ranks`` wait.
     A rank that does not wait, or only since a moment, is left out.
     """
-    return {rank: store.get(_store_key(rank)).decode() for rank in ranks if store.check([_store_key(rank)])}
+    # Not by get(), which waits for a key that its rank deletes at this moment, and blocks the store of this
+    # process meanwhile. compare_set() returns the expected value for a missing key, and sets nothing.
+    absent = "no call"
+    calls = {rank: store.compare_set(_store_key(rank), absent, absent).decode() for rank in ranks}
+    return {rank: call for rank, call in calls.items() if call != absent}
 
 
 def _name_ranks(late: Sequence[int], calls: Mapping[int, str]) -> str:
