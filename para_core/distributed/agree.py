@@ -166,6 +166,7 @@ def together(ranks: AnyMesh, what: str, *, call: str = "this call") -> Iterator[
     Raises:
         TypeError, ValueError, ImportError, RuntimeError: That of the rank that failed. Other types become a
             RuntimeError.
+        Unanswered: A rank did not take part within the timeout, or has ended.
     """
     try:
         yield
@@ -210,6 +211,7 @@ def exchange(value: Any, ranks: AnyMesh) -> list[Any]:
 
     Raises:
         TypeError, ValueError, ImportError, RuntimeError: The exception of the first rank that passed one.
+        Unanswered: A rank did not take part within the timeout, or has ended.
     """
     if isinstance(value, Exception):
         data = json.dumps(_record_of_error(value)).encode()

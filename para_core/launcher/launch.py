@@ -120,7 +120,10 @@ def _check_no_rank() -> None:
 
 
 def _check_devices(devices: Any) -> None:
-    """Raise TypeError or ValueError if ``devices`` is neither None nor a list of numbers and names."""
+    """Raise TypeError or ValueError if ``devices`` is neither None nor a list of numbers and names.
+
+    Whether they are different GPUs is checked by ``start_local_ranks``, which knows their names.
+    """
     if devices is None:
         return
     if isinstance(devices, str) or not isinstance(devices, Sequence):
@@ -133,9 +136,6 @@ def _check_devices(devices: Any) -> None:
             raise ValueError(
                 f"devices has {device!r}; expected numbers of at least 0, or names for CUDA_VISIBLE_DEVICES."
             )
-        # NCCL takes one rank per GPU.
-        if devices.count(device) > 1:
-            raise ValueError(f"devices has {device!r} more than once; expected one GPU for each rank.")
 
 
 def _count_ranks(ranks: int | None, devices: Sequence[int | str] | None, hosts: int | None) -> int:

@@ -253,7 +253,7 @@ def start_local_ranks(
     Raises:
         RuntimeError: This system has no Unix sockets, or the Python interpreter is unknown.
         ValueError: ``CUDA_VISIBLE_DEVICES`` of this process names fewer GPUs than a number of ``devices``
-            needs. If it is not set, CUDA raises in the ranks.
+            needs. If it is not set, CUDA raises in the ranks. Or ``devices`` name a GPU twice.
     """
     if not hasattr(socket, "send_fds"):
         raise RuntimeError("launch needs Unix sockets: Linux or macOS.")
@@ -327,16 +327,25 @@ def start_process(
 def _visible_names(devices: Sequence[int | str]) -> list[str]:
     """Return the entries of CUDA_VISIBLE_DEVICES for ``devices``, whose numbers count what this process sees.
 
-    Raise ValueError if a number is too large for the variable. An empty one hides all GPUs.
+    Raise ValueError if a number is too large for the variable, which hides all GPUs if it is empty, or if two
+    entries are equal.
     """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is None:
-        return [str(device) for device in devices]
-    # CUDA ignores the first entry that is no GPU, and all after it. -1 is the usual one.
-    names = list(takewhile(lambda name: name not in ("", "-1"), map(str.strip, visible.split(","))))
-    for device in devices:
-        if isinstance(device, int) and device >= len(names):
+    names = [str(device).strip() for device in devices]
+    if visible is not None:
+        # CUDA ignores the first entry that is no GPU, and all after it. -1 is the usual one.
+        entries = list(takewhile(lambda name: name not in ("", "-1"), map(str.strip, visible.split(","))))
+        for index, device in enumerate(devices):
+            if isinstance(device, int) and device >= len(entries):
+                raise ValueError(
+                    f"devices={list(devices)}, and CUDA_VISIBLE_DEVICES={visible!r} has {len(entries)} of them."
+                )
+            if isinstance(device, int):
+                names[index] = entries[device]
+    for name in names:
+        # NCCL takes one rank per GPU.
+        if names.count(name) > 1:
             raise ValueError(
-                f"devices={list(devices)}, and CUDA_VISIBLE_DEVICES={visible!r} has {len(names)} of them."
+                f"devices={list(devices)} has GPU {name} more than once; expected one for each rank."
             )
-    return [names[device] if isinstance(device, int) else device for device in devices]
+    return names

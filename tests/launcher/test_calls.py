@@ -103,7 +103,7 @@ def test_what_a_handle_refuses_is_named(steps, name):
         *[({"ranks": ranks}, TypeError, f"ranks={ranks}; expected an integer") for ranks in (1.5, True)],
         ({"devices": [0, 1.0]}, TypeError, "devices has 1.0; expected numbers"),
         *[({"devices": [0, name]}, ValueError, f"devices has {name!r}; expected") for name in (-1, "-1", " ")],
-        ({"devices": [1, 1]}, ValueError, "devices has 1 more than once"),
+        *[({"devices": devices}, ValueError, "has GPU 1 more than once") for devices in ([1, 1], [1, "1"])],
         ({"timeout": 0}, ValueError, "positive"),
         ({"progress": 1}, TypeError, "progress=1; expected True"),
         ({"timeout": "3"}, TypeError, "a number of seconds"),
