@@ -1,8 +1,8 @@
 """Speed and memory of devices, and of the links between them, from data sheets.
 Imports no torch at import time.
 
-The planner (``adapters/planner/``) predicts by these figures, and :mod:`.doctor` compares what it measures
-with them. Tests: tests/test_devices.py, tests/planner/test_predict.py.
+The planner (``adapters/planner/``) predicts by these figures, :mod:`.doctor` compares what it measures with
+them, and ``cli/plan.py`` lists the names. Tests: tests/test_devices.py, tests/planner/test_predict.py.
 """
 
 from __future__ import annotations

@@ -44,6 +44,11 @@ _BACKENDS = {
     "cuDNN": SDPBackend.CUDNN_ATTENTION,
     "math": SDPBackend.MATH,
 }
+# Where advice begins. All are assumed: far enough from what is usual that noise alone gives no advice.
+_FREE_MEMORY = 0.8  # share of a GPU's memory
+_PRODUCT_SPEED = 0.6  # share of the speed that large products reach (Device.product_speed)
+_LINK_SPEED = 0.5  # share of what such a link reaches
+_LAUNCH = 15e-6  # seconds of one operator on the host; the planner takes 5.7e-6 (LAUNCH in predict.py)
 _PACKAGES = ("torch", "diffusers", "transformers", "triton", "nvidia-nccl-cu12", "nvidia-nccl-cu13")
 
 
@@ -74,7 +79,7 @@ def check_devices(ranks: ExaminedRanks, report: DoctorReport) -> None:
     if ranks.device.type == "cuda":
         free, total = torch.cuda.mem_get_info(ranks.device)
         name = torch.cuda.get_device_name(ranks.device)
-    elif hasattr(os, "sysconf"):
+    elif "SC_AVPHYS_PAGES" in getattr(os, "sysconf_names", {}):
         page = os.sysconf("SC_PAGE_SIZE")
         free, total = page * os.sysconf("SC_AVPHYS_PAGES"), page * os.sysconf("SC_PHYS_PAGES")
     every = ranks.gather((name, free, total))
@@ -84,9 +89,11 @@ def check_devices(ranks: ExaminedRanks, report: DoctorReport) -> None:
     advice = ""
     if len(names) > 1:
         advice = "ranks compute equal shards, so the slowest device decides: use equal devices."
-    elif ranks.device.type == "cuda" and least < 0.8 * of:
+    elif ranks.device.type == "cuda" and least < _FREE_MEMORY * of:
         advice = f"another process holds memory on rank {rank}'s GPU: see nvidia-smi."
-    text = f"{len(every)} × {' and '.join(names)}; {least / 1e9:.1f} of {of / 1e9:.1f} GB free on rank {rank}"
+    text = f"{len(every)} × {' and '.join(names)}"
+    if of > 0:  # macOS and Windows do not say how much memory of the host is free.
+        text += f"; {least / 1e9:.1f} of {of / 1e9:.1f} GB free on rank {rank}"
     report.add("device", text, advice)
 
 
@@ -134,7 +141,9 @@ def seconds_of(work: Callable[[], Any], device: torch.device, *, repeats: int = 
 
 
 def measure_speed(ranks: ExaminedRanks, report: DoctorReport) -> None:
-    """Measure a large matrix product and an attention call, in operations per second on the slowest rank."""
+    """Measure a large matrix product and an attention call, each in operations per second on the rank that is
+    slowest in it.
+    """
     size, tokens = 512, 512
     if ranks.device.type == "cuda":
         size, tokens = 8192, 8192
@@ -145,12 +154,12 @@ def measure_speed(ranks: ExaminedRanks, report: DoctorReport) -> None:
     attention /= seconds_of(
         lambda: F.scaled_dot_product_attention(query, query, query), ranks.device, repeats=3
     )
-    products, attention = min(ranks.gather((products, attention)))
+    products, attention = (min(speeds) for speeds in zip(*ranks.gather((products, attention)), strict=True))
     text = (
         f"{products / 1e12:.3g} TFLOP/s in products, {attention / 1e12:.3g} in attention, on the slowest rank"
     )
     device, advice = ranks.known_device(), ""
-    if device is not None and products < 0.6 * device.product_speed:
+    if device is not None and products < _PRODUCT_SPEED * device.product_speed:
         usual = f"{device.product_speed / 1e12:.0f} TFLOP/s"
         advice = f"a {device.name} reaches {usual}: check its clocks, power limit and temperature."
     report.add("device speed", text, advice)
@@ -162,7 +171,7 @@ def measure_host(ranks: ExaminedRanks, report: DoctorReport) -> None:
     x = torch.zeros(16, device=ranks.device)
     launch = max(ranks.gather(seconds_of(lambda: x + 1, ranks.device, repeats=200)))
     advice = ""
-    if launch > 15e-6:
+    if launch > _LAUNCH:
         advice = "the host is slow or busy: compile the transformer, and check that no other process uses its cores."
     report.add("host", f"{1e6 * launch:.1f} µs per launch, on the slowest rank", advice)
     report.figures["launch"] = launch
@@ -249,7 +258,7 @@ def advice_on_bandwidth(bandwidth: float, device: Device | None) -> str:
     usual = 0.0
     if link is not None:
         usual = link.all_to_all or link.bandwidth
-    if link is None or bandwidth >= 0.5 * usual:
+    if link is None or bandwidth >= _LINK_SPEED * usual:
         return ""
     return (
         f"{link.name} between such devices reaches {usual / 1e9:.0f} GB/s: see nvidia-smi topo -m, and whether "
@@ -305,6 +314,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # Reject a wrong path now, before the checks, which take a while.
     if options.output is not None and not options.output.absolute().parent.is_dir():
         parser.error(f"--output {options.output}: there is no folder {options.output.absolute().parent}.")
+    if options.output is not None and options.output.is_dir():
+        parser.error(f"--output {options.output}: this is a folder; expected a file.")
     try:
         check_ring(options.ring)
     except ValueError as error:

@@ -92,7 +92,9 @@ class ExaminedRanks:
     """The rank of this process, the number of ranks, and the device and dtype that the checks use.
 
     Each check calls :meth:`gather` after what a rank does alone. If that fails, the rank calls
-    :meth:`share_failure` instead, so that the ranks are in the same check again.
+    :meth:`share_failure` instead, so that the ranks are in the same check again. After its last
+    :meth:`gather` a check must raise on all ranks or on none: a rank that raised alone would call
+    :meth:`share_failure` while the others are in the next check.
     """
 
     rank: int

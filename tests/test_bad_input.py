@@ -11,6 +11,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from para_core import UnifiedAttnMode, adapters
+from para_core.distributed.agree import together
+from para_core.distributed.mesh import sequence_mesh
 from tests.attention.one_device import make_qkv
 from tests.tiny import cpu_mesh, flux_pipe, flux_transformer, relative_error
 
@@ -195,13 +197,17 @@ def leave_a_rank_alone():
         with UnifiedAttnMode(cpu_mesh(1, 2)):
             return F.scaled_dot_product_attention(q, k, v)
 
+    def attend_together():
+        with together(sequence_mesh(dist.group.WORLD), "attention failed"):
+            attend()
+
     attend()
     # The function is public since torch 2.15.
     set_timeout = getattr(dist, "set_timeout", dist.distributed_c10d._set_pg_timeout)
     set_timeout(timedelta(seconds=1), dist.group.WORLD)
     if dist.get_rank() == 1:
         raise KeyError("a bug of the user's own")
-    messages = error_of(attend), error_of(attend)
+    messages = error_of(attend_together), error_of(attend)
     mesh = dist.init_device_mesh("cpu", (1, 1, 2), mesh_dim_names=("batch", "ring", "ulysses"))
     mode = UnifiedAttnMode(mesh)
     dist.destroy_process_group()
@@ -229,10 +235,8 @@ OTHER_KINDS = [
     (["shard_weights"], "text_encoder", "CLIPTextModel", "components="),
     (["parallelize_transformer", "parallelize_unet"], "pipe", "FluxPipeline", "parallelize_pipe"),
     (["parallelize_vae"], "pipe", "FluxPipeline", "parallelize_pipe(pipe, vae=True)"),
-    (
-        ["unparallelize_transformer", "unparallelize_unet", "unparallelize_vae"],
-        *("pipe", "FluxPipeline", "unparallelize_pipe"),
-    ),
+    (["unparallelize_transformer", "unparallelize_unet"], "pipe", "FluxPipeline", "unparallelize_pipe"),
+    (["unparallelize_vae"], "pipe", "FluxPipeline", "unparallelize_pipe"),
     (["apply_cache_on_transformer"], "pipe", "FluxPipeline", "apply_cache_on_pipe"),
     (["propose_plan"], "pipe", "FluxPipeline", "pipe.transformer"),
 ]

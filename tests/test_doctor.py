@@ -81,15 +81,23 @@ def test_faults_of_a_rank_are_found_on_all(rank_pool):
 
 
 def test_one_process_is_examined_without_ranks(tmp_path, capsys):
-    with in_short():
+    # macOS does not know how much memory is free.
+    with in_short(), mock.patch("os.sysconf_names", {}), mock.patch("os.sysconf", side_effect=ValueError):
         assert doctor.main(["--cpu", "--output", str(tmp_path / "doctor.json")]) == 0
     assert "torchrun" in capsys.readouterr().out
     report = json.loads((tmp_path / "doctor.json").read_text())
     assert report["doctor"]["products"] > 0 and report["findings"][0]["name"] == "versions"
-    for arguments in (["--output", "/no/such/folder/doctor.json"], ["--ring", "0"]):
+    for arguments in (["--output", "/no/such/folder/doctor.json"], ["--output", str(tmp_path)], ["--ring", "0"]):
         with pytest.raises(SystemExit):
             doctor.main(["--cpu", *arguments])
         assert " ".join(arguments[1:]).removesuffix("/doctor.json") in capsys.readouterr().err
+
+
+def test_each_speed_is_that_of_the_rank_that_is_slowest_in_it():
+    report = DoctorReport()
+    with in_short(), mock.patch.object(ExaminedRanks, "gather", return_value=[(1.0, 4.0), (2.0, 3.0)]):
+        doctor.measure_speed(ExaminedRanks(0, 2, torch.device("cpu"), torch.float32), report)
+    assert report.figures == {"products": 1.0, "attention": 3.0}
 
 
 @pytest.mark.parametrize(("size", "ring"), [(2, 1), (3, 1), (4, 2), (6, 2)])

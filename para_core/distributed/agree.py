@@ -166,6 +166,7 @@ def together(ranks: AnyMesh, what: str, *, call: str = "this call") -> Iterator[
     Raises:
         TypeError, ValueError, ImportError, RuntimeError: That of the rank that failed. Other types become a
             RuntimeError.
+        Unanswered: A rank did not take part within the timeout, or has ended.
     """
     try:
         yield
@@ -182,6 +183,7 @@ def raise_on_all_ranks(error: Exception, ranks: AnyMesh, what: str, *, call: str
 
     Raises:
         TypeError, ValueError, ImportError, RuntimeError: The error. Other types become a RuntimeError.
+        Unanswered: The other ranks did not take part, or ``error`` itself, if it is one and they do not either.
     """
     if _groups_of(ranks) in ((), getattr(error, _RAISED_ON, None)):
         raise error
@@ -190,7 +192,13 @@ def raise_on_all_ranks(error: Exception, ranks: AnyMesh, what: str, *, call: str
     if kind not in _KINDS:
         kind = RuntimeError
         reason = f"{type(error).__name__}: {error}"
-    agree(kind(f"{what}: {reason}"), ranks, call=call)
+    try:
+        agree(kind(f"{what}: {reason}"), ranks, call=call)
+    except Unanswered:
+        # The first exchange without an answer has named the late ranks. One after it only finds its
+        # connections closed.
+        if not isinstance(error, Unanswered):
+            raise
     raise error
 
 
@@ -203,6 +211,7 @@ def exchange(value: Any, ranks: AnyMesh) -> list[Any]:
 
     Raises:
         TypeError, ValueError, ImportError, RuntimeError: The exception of the first rank that passed one.
+        Unanswered: A rank did not take part within the timeout, or has ended.
     """
     if isinstance(value, Exception):
         data = json.dumps(_record_of_error(value)).encode()

@@ -7,7 +7,8 @@ that have not signed in with that name are late. An exchange that all ranks reac
 of this.
 
 :func:`~para_core.distributed.agree.all_gather_bytes` calls it, so it serves every agreement, and no
-collective of tensors. Tests: tests/distributed/test_late_ranks.py.
+collective of tensors. ``adapters/agree/failures.py``, which names the ranks that do not answer a collective
+of tensors, asks the store by :func:`ask_store`, too. Tests: tests/distributed/test_late_ranks.py.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ def wait_for_late_ranks(
 
     Args:
         error: The error of the first wait, for :data:`PATIENCE`. If that is not why it ended, it is raised
-            again.
+            again. If the exchange has ended since, this function returns at once.
         call: The user's call that makes the exchange, as a noun such as "the FluxPipeline".
 
     Raises:
@@ -78,7 +79,7 @@ def wait_for_late_ranks(
         RuntimeError: It failed otherwise.
     """
     if not _is_running(work, error):
-        raise error
+        return
     begun = time.monotonic() - PATIENCE.total_seconds()
     timeout = group_timeout(group, torch.device("cpu")).total_seconds()
     members = dist.get_process_group_ranks(group)
@@ -118,8 +119,14 @@ def wait_for_late_ranks(
 
 
 def _is_running(work: Any, error: RuntimeError) -> bool:
-    """Whether ``error`` only says that the wait for ``work`` was too short."""
-    return is_out_of_patience(error) and not work.is_completed()
+    """Whether ``work`` still runs after a wait for it that raised ``error``. Raise its error if it failed."""
+    if not is_out_of_patience(error):
+        raise error
+    if not work.is_completed():
+        return True
+    # It has ended since the wait. If it failed, as by the timeout of its group, this raises.
+    work.wait()
+    return False
 
 
 def _has_ended(work: Any, patience: timedelta) -> bool:
@@ -127,9 +134,7 @@ def _has_ended(work: Any, patience: timedelta) -> bool:
     try:
         work.wait(patience)
     except RuntimeError as error:
-        if _is_running(work, error):
-            return False
-        raise
+        return not _is_running(work, error)
     return True
 
 
@@ -155,7 +160,11 @@ def _calls_of(store: Any, ranks: Sequence[int]) -> dict[int, str]:
     """Return the calls in which ``ranks`` wait.
     A rank that does not wait, or only since a moment, is left out.
     """
-    return {rank: store.get(_store_key(rank)).decode() for rank in ranks if store.check([_store_key(rank)])}
+    # Not by get(), which waits for a key that its rank deletes at this moment, and blocks the store of this
+    # process meanwhile. compare_set() returns the expected value for a missing key, and sets nothing.
+    absent = "no call"
+    calls = {rank: store.compare_set(_store_key(rank), absent, absent).decode() for rank in ranks}
+    return {rank: call for rank, call in calls.items() if call != absent}
 
 
 def _name_ranks(late: Sequence[int], calls: Mapping[int, str]) -> str:

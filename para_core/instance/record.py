@@ -10,7 +10,7 @@ The record is in the instance's ``__dict__``, and exists while a slot is filled.
 through the private class of the instance (:mod:`para_core.instance.private_class`).
 
 Features that run around methods of an instance call these functions, instead of replacing methods. Tests:
-tests/instance/test_record.py.
+tests/instance/test_record.py, and tests/adapters/parallel/test_undo.py for :func:`restore_on_failure`.
 """
 
 from __future__ import annotations

@@ -102,7 +102,8 @@ class Slot(IntEnum):
         """Whether the feature moves, gathers or shards weights, so that the model cannot be called without it.
 
         A verification calls the unmodified model with these slots only. Without a slot that is missing here it
-        would compute with no weights, or with those of one rank.
+        would compute with no weights, or with those of one rank. Those of pipeline stages are missing because no
+        call of the unmodified model could pass them: ``para_core/verify/option.py`` refuses such a mesh.
         """
         return self in (
             Slot.WEIGHTS,

@@ -56,7 +56,7 @@ class CallerConnection:
                     self.channel.send(("where", self.rank), Body.of(_position()))
                 else:
                     self.jobs.put((head, body))
-        except EOFError:
+        except (EOFError, OSError):  # OSError if the caller has ended before the answer was sent.
             end_process()
 
     def _end_with_parent(self, parent: int) -> None:
@@ -81,8 +81,10 @@ class CallerConnection:
             self.report("pushed", body=Body.of(value))
 
     def is_cancelled(self) -> bool:
-        """Whether a message that the caller has cancelled the running call has reached this rank."""
-        return self._cancelled == self.call_number
+        """Whether a message that the caller has cancelled the running call has reached this rank. False if no
+        call is running.
+        """
+        return self.call_number is not None and self._cancelled == self.call_number
 
     def begin_call(self, number: int) -> None:
         """Begin call ``number`` of the caller."""

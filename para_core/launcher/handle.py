@@ -33,7 +33,7 @@ from para_core.launcher.pickling import generators_in, module_of_user
 from para_core.launcher.processes import RankGroup
 from para_core.launcher.randomness import CallerSeeds
 from para_core.launcher.running_call import RunningCall, import_early
-from para_core.launcher.thread_state import current_state
+from para_core.launcher.thread_state import apply_state, current_state
 from para_core.launcher.wire import Body
 
 
@@ -65,9 +65,11 @@ class Ticket:
         the call is sent then, and ends after its first step.
         """
         self.cancelled = True
-        if self.running is not None:
+        # Read once: the thread of the call sets it to None when the call ends.
+        running = self.running
+        if running is not None:
             with suppress(OSError):  # The first rank has ended, which the call will see.
-                self.running.cancel()
+                running.cancel()
 
 
 @dataclass(eq=False)
@@ -173,11 +175,7 @@ class LaunchState:
                 :meth:`Launched.close`.
             Cancelled, RankDied, Exception: As :meth:`RunningCall.wait`.
         """
-        self.check_no_callback()
-        if self.group is not None and self.group.owner != os.getpid():
-            raise RuntimeError(
-                "this process is a fork of the one that launched the ranks: launch in this process."
-            )
+        self.check_caller()
         with self.turn:
             if self.closed:
                 raise RuntimeError("the pipeline is closed. restart() starts its ranks again.")
@@ -271,11 +269,19 @@ class LaunchState:
                 "a torch.Generator of a GPU has initialized it in this process too. CPU generators do not."
             )
 
-    def check_no_callback(self) -> None:
-        """Raise RuntimeError in a callback of the running call, which would wait for itself."""
+    def check_caller(self) -> None:
+        """Raise RuntimeError in a callback of the running call, which would wait for itself, and in a forked
+        process, in which the threads that receive messages do not run.
+
+        To be called before ``turn`` is taken: a fork has it locked if a call was running.
+        """
         if self.thread == threading.get_ident():
             raise RuntimeError(
                 "a callback cannot call the pipeline whose call it belongs to: that call has not ended."
+            )
+        if self.group is not None and self.group.owner != os.getpid():
+            raise RuntimeError(
+                "this process is a fork of the one that launched the ranks: launch in this process."
             )
 
     def end(self) -> None:
@@ -330,13 +336,15 @@ class Launched:
         Callbacks run in another thread. If the awaiting task is cancelled, the call ends after its current
         step.
         """
-        loop, ticket = asyncio.get_running_loop(), Ticket()
+        # The call runs in a thread of its own, which does not inherit the gradients and autocast of this one.
+        loop, ticket, thread_state = asyncio.get_running_loop(), Ticket(), current_state()
         future: asyncio.Future[Any] = loop.create_future()
 
         def work() -> None:
             result, error = None, None
             try:
-                result = self._run(ticket, None, args, kwargs)
+                with apply_state(thread_state):
+                    result = self._run(ticket, None, args, kwargs)
             except BaseException as raised:
                 error = raised
             with suppress(RuntimeError):  # The loop has been closed.
@@ -375,9 +383,14 @@ class Launched:
         return self._state.cancel()
 
     def restart(self) -> None:
-        """End the ranks, even in the middle of a call, and start them again. Also reopens a closed pipeline."""
+        """End the ranks, even in the middle of a call, and start them again. Also reopens a closed pipeline.
+
+        Raises:
+            RuntimeError: In a callback of the running call, or in a forked process.
+            RankDied, Exception: As :func:`launch`.
+        """
         state = self._state
-        state.check_no_callback()
+        state.check_caller()
         state.end()
         with state.turn:
             state.end()

@@ -98,7 +98,11 @@ def launch(
 
         return start_ranks_on_hosts(count, hosts, timeout, environment)
 
-    return Launched(LaunchOptions(load, count, start, timeout, timeout, partial(Display, progress)))
+    return Launched(
+        LaunchOptions(
+            load, count, start, timeout=timeout, silence=timeout, display=partial(Display, progress)
+        )
+    )
 
 
 def _check_no_rank() -> None:
@@ -116,20 +120,22 @@ def _check_no_rank() -> None:
 
 
 def _check_devices(devices: Any) -> None:
-    """Raise TypeError or ValueError if ``devices`` is neither None nor a list of numbers and names."""
+    """Raise TypeError or ValueError if ``devices`` is neither None nor a list of numbers and names.
+
+    Whether they are different GPUs is checked by ``start_local_ranks``, which knows their names.
+    """
     if devices is None:
         return
-    if isinstance(devices, (str, int)):
+    if isinstance(devices, str) or not isinstance(devices, Sequence):
         raise TypeError(f"devices={devices!r}; expected a list, such as [0, 1].")
     for device in devices:
         if isinstance(device, bool) or not isinstance(device, (int, str)):
             raise TypeError(f"devices has {device!r}; expected numbers, or names for CUDA_VISIBLE_DEVICES.")
-        # CUDA_VISIBLE_DEVICES=-1 would hide all GPUs.
-        if isinstance(device, int) and device < 0:
-            raise ValueError(f"devices has {device}; expected numbers of at least 0.")
-        # NCCL takes one rank per GPU.
-        if devices.count(device) > 1:
-            raise ValueError(f"devices has {device!r} more than once; expected one GPU for each rank.")
+        # An entry of CUDA_VISIBLE_DEVICES that is no GPU hides it and all after it: the ranks would use the CPU.
+        if str(device).strip() == "" or str(device).strip().startswith("-"):
+            raise ValueError(
+                f"devices has {device!r}; expected numbers of at least 0, or names for CUDA_VISIBLE_DEVICES."
+            )
 
 
 def _count_ranks(ranks: int | None, devices: Sequence[int | str] | None, hosts: int | None) -> int:

@@ -41,6 +41,8 @@ IN_RANK = "PARA_CORE_LAUNCHED_RANK"
 _TAIL = 2000
 # Seconds in which a rank that was told to close ends by itself.
 _CLOSING = 5.0
+# Seconds in which a process ends after its connection, which the system closes first.
+_ENDING = 2.0
 
 
 class RankProcess(Protocol):
@@ -101,7 +103,7 @@ class LocalProcess:
             self._output.close()
 
     def describe_end(self) -> str:
-        if not self.wait(2.0):
+        if not self.wait(_ENDING):
             return "closed its connection"
         code = self._process.returncode
         how = f"ended with exit code {code}"
@@ -152,7 +154,11 @@ class RankGroup:
                 channel.send(head, body)
 
     def end(self, *, idle: bool) -> None:
-        """End all ranks. Those that are ``idle`` are told to, and get some seconds for it."""
+        """End all ranks. Those that are ``idle`` are told to, and get some seconds for it.
+
+        ``ended`` is set at the beginning, so that calls fail at once. A second call meanwhile, in another thread,
+        returns before the processes have ended.
+        """
         if self.ended or os.getpid() != self.owner:
             return
         self.ended = True
@@ -247,7 +253,7 @@ def start_local_ranks(
     Raises:
         RuntimeError: This system has no Unix sockets, or the Python interpreter is unknown.
         ValueError: ``CUDA_VISIBLE_DEVICES`` of this process names fewer GPUs than a number of ``devices``
-            needs. If it is not set, CUDA raises in the ranks.
+            needs. If it is not set, CUDA raises in the ranks. Or ``devices`` name a GPU twice.
     """
     if not hasattr(socket, "send_fds"):
         raise RuntimeError("launch needs Unix sockets: Linux or macOS.")
@@ -300,7 +306,10 @@ def start_process(
     """
     output = None if shown else tempfile.TemporaryFile()  # noqa: SIM115 (closed by LocalProcess.kill)
     options = [f"-W{option}" for option in sys.warnoptions]
-    search_path = json.dumps([path or str(folder or Path.cwd()) for path in sys.path])
+    # Python itself ignores entries that are no strings, such as a Path that a script has inserted.
+    search_path = json.dumps(
+        [path or str(folder or Path.cwd()) for path in sys.path if isinstance(path, str)]
+    )
     process = subprocess.Popen(
         [sys.executable, *options, "-c", _PATH + program, *arguments, search_path],
         env=environment,
@@ -318,16 +327,25 @@ def start_process(
 def _visible_names(devices: Sequence[int | str]) -> list[str]:
     """Return the entries of CUDA_VISIBLE_DEVICES for ``devices``, whose numbers count what this process sees.
 
-    Raise ValueError if a number is too large for the variable. An empty one hides all GPUs.
+    Raise ValueError if a number is too large for the variable, which hides all GPUs if it is empty, or if two
+    entries are equal.
     """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is None:
-        return [str(device) for device in devices]
-    # CUDA ignores the first entry that is no GPU, and all after it. -1 is the usual one.
-    names = list(takewhile(lambda name: name not in ("", "-1"), map(str.strip, visible.split(","))))
-    for device in devices:
-        if isinstance(device, int) and device >= len(names):
+    names = [str(device).strip() for device in devices]
+    if visible is not None:
+        # CUDA ignores the first entry that is no GPU, and all after it. -1 is the usual one.
+        entries = list(takewhile(lambda name: name not in ("", "-1"), map(str.strip, visible.split(","))))
+        for index, device in enumerate(devices):
+            if isinstance(device, int) and device >= len(entries):
+                raise ValueError(
+                    f"devices={list(devices)}, and CUDA_VISIBLE_DEVICES={visible!r} has {len(entries)} of them."
+                )
+            if isinstance(device, int):
+                names[index] = entries[device]
+    for name in names:
+        # NCCL takes one rank per GPU.
+        if names.count(name) > 1:
             raise ValueError(
-                f"devices={list(devices)}, and CUDA_VISIBLE_DEVICES={visible!r} has {len(names)} of them."
+                f"devices={list(devices)} has GPU {name} more than once; expected one for each rank."
             )
-    return [names[device] if isinstance(device, int) else device for device in devices]
+    return names

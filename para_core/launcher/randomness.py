@@ -21,7 +21,7 @@ class CallerSeeds:
     """The random state of the caller, before and after calls.
 
     Each message that takes the state to the ranks needs three calls here, in this order:
-    :meth:`state_for_call` before the message is pickled, :meth:`note_sent` once it has been sent, and
+    :meth:`state_for_call` before the message is pickled, :meth:`note_sent` once that has succeeded, and
     :meth:`continue_from` with the state that comes back. ``handle.py`` does this in two places, for loading
     and for each call. A callback in between begins with the rank's state, so there :meth:`continue_from`
     comes first (``callbacks.py``, ``running_call.py``).
@@ -54,7 +54,7 @@ class CallerSeeds:
         return RandomState(torch.get_rng_state(), cuda_seed=seed, generators=states)
 
     def note_sent(self) -> None:
-        """Record that the last state was sent to the ranks, which a value that cannot be pickled may prevent."""
+        """Record that the ranks get the last state, which a value that cannot be pickled may prevent."""
         self._known = self._offered
 
     def forget(self) -> None:

@@ -47,7 +47,8 @@ def main(channel: Channel, rank: int, ranks: int) -> None:
         except BaseException as error:
             connection.send_error(error, LOADING, RandomState())
             # The caller ends this process when all ranks have answered, or some seconds after the first
-            # error. This rank waits for that, because its end would be reported in place of the error.
+            # error (_GRACE in running_call.py, far below these 60). This rank waits for that, because its end
+            # would be reported in place of the error.
             time.sleep(60)
             end_process()
         else:

@@ -238,9 +238,7 @@ class RunningCall:
     def _conclude(self) -> list[Outcome]:
         """Return the outcomes of all ranks, or raise what the answers mean together; see :meth:`wait`."""
         same_errors = len({_error_identity(failed) for failed in self._errors.values()}) <= 1
-        if self._errors and (
-            self._outcomes or not same_errors or self.number == LOADING or self._is_incomplete()
-        ):
+        if self._errors and (self._is_incomplete() or not same_errors or self.number == LOADING):
             # Ranks disagree, so their connections may be broken: a rank may still wait for another.
             self._group.end(idle=False)
         if self._signalled and self._raised is None:
@@ -257,7 +255,7 @@ class RunningCall:
         return [self._outcomes[rank] for rank in sorted(self._outcomes)]
 
     def _is_incomplete(self) -> bool:
-        """Whether some ranks have raised and others have not."""
+        """Whether a rank has not raised: it has returned, or has not answered. For a call in which one raised."""
         return len(self._errors) < len(self._group.members)
 
     def _raise_error(self) -> NoReturn:
@@ -337,5 +335,7 @@ def _load_outcome(body: Body, rank: int) -> Outcome:
 
 def import_early(name: str) -> None:
     """Import a module while the ranks work, so that the first result does not wait for it."""
-    with suppress(ImportError):  # A result that needs the module says so.
+    # A module may raise anything, such as OSError for a library that this host lacks. A result that needs the
+    # module says so.
+    with suppress(Exception):
         importlib.import_module(name)

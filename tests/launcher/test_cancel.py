@@ -21,9 +21,7 @@ from tests.launcher.loads import load_steps, pids
 
 def when_called(function, seconds=0.3):
     """Call ``function`` in another thread after some time."""
-    timer = threading.Timer(seconds, function)
-    timer.start()
-    return timer
+    threading.Timer(seconds, function).start()
 
 
 def interrupt():

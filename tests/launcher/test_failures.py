@@ -16,7 +16,10 @@ import torch.distributed as dist
 
 from para_core import RankDied, launch
 from para_core.launcher import running_call
+from para_core.launcher.display import Display
+from para_core.launcher.messages import RandomState, RankError
 from para_core.launcher.processes import RankGroup, _receive_messages, start_process
+from para_core.launcher.wire import Body
 from tests.launcher.loads import NotInProcess, alive, all_reduce_or_raise, pids
 
 
@@ -134,6 +137,20 @@ def test_real_time_signal_is_described_and_a_refused_group_leaves_no_rank_alive(
     monkeypatch.setattr(os, "killpg", mock.Mock(side_effect=PermissionError))
     RankGroup(members, []).end(idle=False)
     assert members[1].describe_end() == "was ended by SIGKILL."
+
+
+def test_ranks_are_ended_if_they_raise_differently(monkeypatch):
+    # A module that cannot be imported here ends nothing.
+    monkeypatch.setattr("importlib.import_module", mock.Mock(side_effect=OSError("no such library")))
+    memory = torch.OutOfMemoryError  # Its text has the numbers of the rank's own device.
+    for kind, texts, differ in ((ValueError, "aa", False), (ValueError, "ab", True), (memory, "ab", False)):
+        group = mock.Mock(members=[0, 1], inbox=queue.SimpleQueue(), ended=False)
+        for rank, text in enumerate(texts):
+            failed = RankError(Body.of(kind(text)), f"{kind.__name__}: {text}", "", RandomState())
+            group.inbox.put((("error", rank, 1), Body.of(failed)))
+        with pytest.raises(kind, match="a"):
+            running_call.RunningCall(group, 1, Display(False), 1.0).wait(["torch"])
+        assert group.end.called == differ
 
 
 def test_message_that_cannot_be_read_counts_as_the_end_of_its_rank():

@@ -13,20 +13,22 @@ from tests.launcher.loads import alive, load_steps, pids, require_no_process
 
 # No guard of __main__: ranks do not import this program.
 PROGRAM = """
-import os, sys, threading, time
+import os, pathlib, sys, threading, time
 from para_core import launch
 from tests.launcher.loads import Steps, load_steps
 
+sys.path.append(pathlib.Path())  # Python ignores what is no string.
 pipe = launch(load_steps, ranks=2, progress=False)
 print(*pipe.run(Steps.process, all_ranks=True), flush=True)
 """
 RAISE = """
 child = os.fork()
 if child == 0:
-    try:
-        pipe(1)
-    except RuntimeError as error:
-        print("fork" in str(error), flush=True)
+    for use in (lambda: pipe(1), pipe.restart):
+        try:
+            use()
+        except RuntimeError as error:
+            print("fork" in str(error), flush=True)
     del pipe
     sys.exit(0)
 os.waitpid(child, 0)
@@ -53,7 +55,7 @@ def test_ranks_live_with_the_process_of_their_program_and_end_with_it(start):
         ranks = [int(pid) for pid in program.stdout.readline().split()]
         out, err = program.communicate(timeout=120)
     assert len(ranks) == 2
-    assert (program.returncode, out) == (1, "True\n{} {}\n"), err
+    assert (program.returncode, out) == (1, "True\nTrue\n{} {}\n"), err
     assert "SystemError: own" in err
     require_no_process(ranks)
 

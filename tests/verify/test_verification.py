@@ -163,8 +163,8 @@ def test_cached_pipeline_is_verified_once(rank_pool):
 
 def short_of_memory():
     """Return the outputs of two calls each, for which rank 0 lacks memory in the model, then rank 1 to compare."""
-    outs, failure = [], torch.OutOfMemoryError("CUDA out of memory.")
-    for function in ("empty_during", "largest_error"):
+    outs, pinned = [], RuntimeError("CUDA error: out of memory")
+    for function, failure in (("empty_during", torch.OutOfMemoryError()), ("largest_error", pinned)):
         transformer = parallelize_transformer(flux_transformer(), mesh=cpu_mesh(1, 2), verify=True)
         error = failure if dist.get_rank() == (function == "largest_error") else None
         allocate = mock.patch.object(verification, function, wraps=getattr(verification, function), side_effect=error)
