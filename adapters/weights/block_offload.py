@@ -125,9 +125,10 @@ class OffloadedBlocks(FeatureChange):
             )
         block = self._blocks[module]
         block.load()
+        # Before the next copy starts: to wait for the stream after that would be to wait for that copy, too.
+        block.wait()
         if block.following is not None:
             block.following.load()
-        block.wait()
         try:
             return call(module, *args, **kwargs)
         finally:
