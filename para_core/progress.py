@@ -78,11 +78,12 @@ def report(text: str, done: int | None = None, total: int | None = None) -> None
 def readable_bytes(count: float) -> str:
     """Return a number of bytes with three digits and its unit.
 
-    >>> readable_bytes(6_335_688), readable_bytes(23_802_816_640)
-    ('6.34 MB', '23.8 GB')
+    >>> readable_bytes(6_335_688), readable_bytes(23_802_816_640), readable_bytes(999_600)
+    ('6.34 MB', '23.8 GB', '1 MB')
     """
-    for unit in ("bytes", "kB", "MB", "GB"):
-        if count < 1000 or unit == "GB":
+    for unit in ("bytes", "kB", "MB", "GB", "TB"):
+        # From 999.5 on three digits are 1000, which the format writes as 1e+03.
+        if count < 999.5 or unit == "TB":
             break
         count /= 1000
     return f"{count:.3g} {unit}"

@@ -94,7 +94,8 @@ def apply_cache_on_pipe(
             if caching is None:
                 caching = PipelineCache()
                 fill_slot(pipe, Slot.CACHE, {"__call__": caching.run}, owner=caching)
-            rollback.callback(caching.undo())
+            restore_caches = caching.undo()
+            rollback.callback(restore_caches)
             caching.replace(caches, adapter)
         rollback.pop_all()
     return pipe
@@ -113,6 +114,7 @@ def _resolve(
         TypeError, ValueError: As :func:`apply_cache_on_pipe`.
     """
     models = models_to_check(pipe, adapter)
+    # A model that cannot be cached is reported before an option that is wrong.
     for model in models:
         check_cache(model)
     if not isinstance(per_transformer, Mapping) or not all(
@@ -195,6 +197,9 @@ def _resolve_options(function: str, options: Mapping[str, Any], adapter: Adapter
 
 def remove_cache_from_pipe(pipe: Pipeline) -> Pipeline:
     """Undo :func:`apply_cache_on_pipe` and return ``pipe``. A pipeline without a cache stays as it is.
+
+    On a parallel pipeline every rank calls it before the next generation, which compares the caches of the
+    ranks. This call itself is not collective.
 
     Args:
         pipe (`DiffusionPipeline`): The pipeline.

@@ -50,6 +50,10 @@ class OffloadedBlocks(FeatureChange):
     Between two calls of a transformer all of these blocks are in host memory, so code that changes weights in
     place there (a LoRA that is fused) changes the stored weights.
 
+    The host waits for copies, but not for kernels: if blocks take longer to compute than to copy, the memory
+    of several freed blocks is still in use, unless the allocator needs it and waits. ``planner/weights.py``
+    counts two blocks.
+
     The hooks of diffusers are not used, for two reasons: they would be inside a compiled block and break its
     graph, and they would copy blocks that a cache skips.
     """
@@ -125,9 +129,10 @@ class OffloadedBlocks(FeatureChange):
             )
         block = self._blocks[module]
         block.load()
+        # Before the next copy starts: to wait for the stream after that would be to wait for that copy, too.
+        block.wait()
         if block.following is not None:
             block.following.load()
-        block.wait()
         try:
             return call(module, *args, **kwargs)
         finally:

@@ -127,7 +127,7 @@ class FeatureChange:
     def resume(self) -> None:
         """Make the change again, except for slots, if a session that should have replaced it has failed.
 
-        Called after :meth:`undo`. The slots are restored by the caller.
+        Called after :meth:`undo`, and before the caller restores the slots, so this may fill them.
         """
 
     def complete(self) -> None:

@@ -42,8 +42,9 @@ class HostBlock:
         Call :meth:`wait` before the block runs.
         """
         if self._state != self._current_state():
-            # Tensors of the block were replaced after the last offload: a LoRA was added or fused, or weights
-            # were moved, quantized or loaded. Offload the new ones.
+            # Tensors of the block were replaced after the last offload: a LoRA was added or fused, weights
+            # were moved, quantized or loaded, or the offload was undone and resumed with another HostBlock
+            # (FeatureChange.resume), and the slot that was restored runs this one. Offload the new ones.
             self._offload()
         if not self._is_loaded:
             self._group.onload_()
@@ -53,7 +54,8 @@ class HostBlock:
     def wait(self) -> None:
         """Make kernels that are launched from now on wait until the block is on the device.
 
-        Does not block the host.
+        They wait for all copies that were started on the stream, also for those of other blocks. Does not
+        block the host.
         """
         if self.stream is not None:
             torch.cuda.current_stream(self.device).wait_stream(self.stream)

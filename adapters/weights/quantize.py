@@ -54,6 +54,8 @@ def quantize_transformers(pipe: Any, scheme: Quantize, *, gatherable: bool = Fal
     With ``gatherable``, for ``scheme="int8"`` before FSDP2 shards, torchao's format for int8 training is
     used, whose tensors have the ``fsdp_pre_all_gather`` that FSDP2 requires (:func:`check_shardable`). It
     rounds differently from ``"int8"`` without FSDP2, and only layers inside the blocks are quantized.
+    ``scheme`` then only appears in errors: ``check_quantize_fits`` (``para_core/option_values.py``) has
+    refused the others.
     """
     from torchao.quantization import quantize_
 

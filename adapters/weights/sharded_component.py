@@ -39,6 +39,15 @@ _REFUSED_METHODS = {
     "save_pretrained": _SAVED,
     "save_lora_adapter": _SAVED,
 }
+# Methods that do what ``to`` does with these arguments, but do not call it.
+_MOVES: dict[str, torch.dtype | torch.device] = {
+    "half": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "float": torch.float32,
+    "double": torch.float64,
+    "cpu": torch.device("cpu"),
+    "cuda": torch.device("cuda"),
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,16 +71,29 @@ class ShardedComponent:
     def wrap(self) -> None:
         """Wrap the methods of the module that would fail on sharded weights, or save only a part of them.
 
-        They then raise; ``to`` raises only for moves that the method of sharding cannot make (:meth:`move`).
-        Fills :attr:`Slot.WEIGHTS` with this record as owner, by which :func:`sharded_component` and
-        :func:`~para_core.adapters.weights.one_way.is_split` know the component.
+        They then raise; ``to``, and what is short for it, raise only for moves that the method of sharding
+        cannot make (:meth:`move`). Fills :attr:`Slot.WEIGHTS` with this record as owner, by which
+        :func:`sharded_component` and :func:`~para_core.adapters.weights.one_way.is_split` know the component.
         """
         refused = {
             method: partial(_raise_on_shards, problem)
             for method, problem in _REFUSED_METHODS.items()
             if hasattr(self.module, method)
         }
-        fill_slot(self.module, Slot.WEIGHTS, {"to": self.move, **refused}, owner=self)
+        moves = {method: partial(self._move_to, target) for method, target in _MOVES.items()}
+        fill_slot(self.module, Slot.WEIGHTS, {"to": self.move, **moves, **refused}, owner=self)
+
+    def _move_to(
+        self,
+        target: torch.dtype | torch.device,
+        call: Callable[..., Any],
+        module: nn.Module,
+        /,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """Run ``call``, a method such as ``module.half`` that moves to ``target``, as :meth:`move` runs ``to``."""
+        return self.move(lambda module, _: call(module, *args, **kwargs), module, target)
 
     def move(self, call: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         """Run ``module.to``. Raise ``RuntimeError`` if the method of sharding cannot change the dtype or
@@ -115,7 +137,7 @@ def is_distributed(module: nn.Module) -> bool:
 
 def compare_calls(module: nn.Module, ranks: AnyMesh) -> None:
     """Wrap ``module``, whose weights are sharded, so that all of ``ranks`` compare that they make each call
-    of it. Each call of it is then collective.
+    of it. Each call of it is then collective. Adds to the slot that :meth:`ShardedComponent.wrap` has filled.
 
     A rank that makes another call then raises on all of them, and a missing rank is named in the log; FSDP2
     alone would hang. Do not use this for a transformer, which is called in each step, and whose plan compares
@@ -172,7 +194,11 @@ class MoveGuard:
         if guard is not None:
             return guard
         guard = MoveGuard()
-        methods = {"enable_model_cpu_offload": guard.offload, "save_pretrained": guard.save}
+        methods = {
+            "enable_model_cpu_offload": guard.offload,
+            "enable_sequential_cpu_offload": guard.offload_layers,
+            "save_pretrained": guard.save,
+        }
         present = {method: around for method, around in methods.items() if hasattr(pipe, method)}
         fill_slot(pipe, Slot.WEIGHTS, present, owner=guard)
         return guard
@@ -187,6 +213,21 @@ class MoveGuard:
             return call(pipe, *args, **kwargs)
         finally:
             self.offloading = before
+
+    def offload_layers(self, call: Callable[..., Any], pipe: Any, /, *args: Any, **kwargs: Any) -> Any:
+        """Run ``pipe.enable_sequential_cpu_offload``.
+
+        Raise ``RuntimeError`` before any layer is moved if a component is sharded.
+        """
+        for module in components_with_blocks(pipe).values():
+            if is_distributed(module):
+                raise RuntimeError(
+                    f"the weights of this {unwrapped_class(module).__name__} are sharded, and sequential offload takes "
+                    "each rank's part for a whole weight. Use pipe.enable_model_cpu_offload(), which leaves sharded "
+                    "components in place, or load the pipeline again, and keep the parts in host memory: "
+                    "shard_weights(pipe, mesh, offload_policy=CPUOffloadPolicy())."
+                )
+        return call(pipe, *args, **kwargs)
 
     def save(self, call: Callable[..., Any], pipe: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Run ``pipe.save_pretrained``.

@@ -53,6 +53,7 @@ class OffloadedVaes(OffloadedModules):
             x.data = x.data.to(device)
         fill_slot(module, Slot.VAE_OFFLOAD, {method: partial(host.run, method) for method in VAE_METHODS})
         # By this hook diffusers finds the device on which the autoencoder computes, and refuses to move it.
+        # It has the name of a hook of group offload, so offloader_of finds it, and super().undo() removes it.
         HookRegistry.check_if_exists_or_initialize(module).register_hook(
             _hook_for(device), "group_offloading"
         )

@@ -25,8 +25,9 @@ from para_core.instance.slots import Slot
 if TYPE_CHECKING:
     from para_core.cache.block_cache import BlockCache
 
-# The modules in ``diffusers/hooks`` (0.42) that define the hooks of its caches.
-_DIFFUSERS_CACHES = (
+# The modules in ``diffusers/hooks`` (0.42) that define the hooks of its caches. A cache of a newer diffusers is
+# not seen until its module is added; tests/cache/test_flux.py then fails.
+DIFFUSERS_CACHES = (
     "faster_cache",
     "first_block_cache",
     "mag_cache",
@@ -190,7 +191,7 @@ def find_foreign_cache(module: nn.Module) -> str | None:
         for hook in registry.hooks.values():
             # Look for hooks too, because apply_first_block_cache(transformer, ...) and similar functions set
             # no _cache_config.
-            if type(hook).__module__.rsplit(".", maxsplit=1)[-1] in _DIFFUSERS_CACHES:
+            if type(hook).__module__.rsplit(".", maxsplit=1)[-1] in DIFFUSERS_CACHES:
                 return type(hook).__name__
     return None
 

@@ -36,8 +36,8 @@ class BlockGroup:
             ``[S, B, C]``.
 
     Raises:
-        TypeError, ValueError: A value is not a tuple of names, ``lists`` or ``streams`` is empty, or
-            ``measured`` is not a stream.
+        TypeError, ValueError: A value is not a tuple of names, ``lists`` or ``streams`` is empty,
+            ``measured`` is not a stream, or ``samples`` is neither 0 nor 1.
     """
 
     lists: tuple[str, ...]
@@ -56,6 +56,8 @@ class BlockGroup:
             )
         if self.measured not in self.streams:
             raise ValueError(f"measured is {self.measured!r}; expected one of the streams {self.streams}.")
+        if self.samples not in (0, 1):
+            raise ValueError(f"samples is {self.samples!r}; expected 0 for [B, S, C], or 1 for [S, B, C].")
 
 
 @dataclass(frozen=True)

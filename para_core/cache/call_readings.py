@@ -1,6 +1,7 @@
 """The readings of the calls of a model with a cache, from which the report is made.
 
-``report.py`` reads them. Tests: tests/cache/test_report.py.
+``report.py`` makes them for a cache, which calls ``begin`` and ``end`` around each call of its model. Tests:
+tests/cache/test_report.py.
 """
 
 from __future__ import annotations

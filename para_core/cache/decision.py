@@ -25,8 +25,8 @@ from para_core.distributed.mesh import MeshDim
 class Verdict(IntEnum):
     """The reason why a step was skipped or computed.
 
-    ``graph_decision.py`` unpacks the members by position and computes with their numbers: another member must
-    be added there, too. HIT must be 0, because 0 in a step's ``forced`` means there that nothing is forced.
+    ``graph_decision.py`` computes with their numbers: a member for which eager code decides must be decided
+    there, too. HIT must be 0, because 0 in a step's ``forced`` means there that nothing is forced.
     """
 
     HIT = 0

@@ -15,9 +15,11 @@ from para_core.cache.decision import DecisionInput, DecisionOutcome, Verdict, li
 from para_core.cache.options import CacheOptions
 from para_core.cache.rules import Observation
 
-# The verdicts in the order of the enum, as floats, because a graph computes with float tensors. SCHEDULE only
-# comes as a forced verdict.
-_HIT, _MISS, _WARMUP, _LIMIT, _, _NOT_FINITE, _MASKED, _REPEATED = map(float, Verdict)
+# Verdicts as floats, because a graph computes with float tensors. SCHEDULE only comes as a forced verdict.
+_HIT, _MISS = float(Verdict.HIT), float(Verdict.MISS)
+_WARMUP, _LIMIT = float(Verdict.WARMUP), float(Verdict.LIMIT)
+_NOT_FINITE = float(Verdict.NOT_FINITE)
+_MASKED, _REPEATED = float(Verdict.MASKED), float(Verdict.REPEATED)
 
 
 class StepNumbers(NamedTuple):

@@ -18,6 +18,8 @@ from para_core.cache.streams import Streams
 class Residuals:
     """The residuals (output minus input) of one group's skippable blocks at the last ``room`` computed steps.
 
+    Which streams the blocks return as None is taken from the first computed step, and must not change.
+
     Attributes:
         histories: For each stream, the list of its residuals, newest first; empty if the blocks return the
             stream as it is, None if they return None for it. Empty before the first computed step.
@@ -94,7 +96,9 @@ class CacheState:
             group.histories = []
 
     def tensors(self) -> list[Tensor]:
-        """Return all stored tensors, to count their memory."""
+        """Return the stored tensors of the size of activations, to count their memory. The few numbers that a
+        graph stores are left out.
+        """
         kept = [x for group in self.groups for history in group.histories for x in history or ()]
         if self.decider is None:
             return kept

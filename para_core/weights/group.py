@@ -64,8 +64,9 @@ def sequence_ranks(mesh: SequenceMesh) -> list[int]:
 def weights_mesh(ranks: list[int], device_type: str, *, timeout: timedelta | None = None) -> DeviceMesh:
     """Return a mesh with one dim, named ``"weights"``, over the sorted global ranks ``ranks``.
 
-    Collective: all of these ranks must call this. Its process group, with this ``timeout``, is created at the
-    first call and then reused. Attention does not use this group, because NCCL runs the collectives of one
+    Collective: all of these ranks must call this. Its process group is created at the first call and then
+    reused. A ``timeout`` becomes that of the group, for all that is sharded over these ranks; None leaves the
+    timeout as it is. Attention does not use this group, because NCCL runs the collectives of one
     communicator in order: gathering the weights of the next block would wait for the attention of the current
     block.
     """

@@ -119,14 +119,25 @@ def patch_plan(plan: Plan | None, module: nn.Module, frames: Frames | None) -> P
         raise TypeError(
             "it makes tokens from its input, and its adapter does not say from which part (Adapter(frames=Frames(...)))"
         )
-    config: Any = module.config
-    together = None
-    if frames.together is not None:
-        together = config[frames.together]
+    return PatchPlan(plan, segment, "frames", frames.dim, _latent_frames_together(module, frames))
+
+
+def _latent_frames_together(module: nn.Module, frames: Frames) -> int:
+    """Return how many latent frames ``module`` turns into one frame of tokens. Raise ``TypeError`` if its config
+    does not have the entry that ``frames`` names.
+    """
+    if frames.together is None:
+        return 1
+    config: Any = getattr(module, "config", {})
+    if frames.together not in config:
+        raise TypeError(
+            f"its config has no {frames.together!r}, which Frames(together=...) of its adapter names"
+        )
+    together = config[frames.together]
     if isinstance(together, (tuple, list)):
         together = together[0]
-    together = int(together or 1)
-    return PatchPlan(plan, segment, "frames", frames.dim, together)
+    # CogVideoX has None there, and CogVideoX 1.5 a number.
+    return int(together or 1)
 
 
 def _require_one_gather(plan: Plan) -> Gather:

@@ -102,7 +102,8 @@ class Arrival(PatchSource):
     """A tensor whose patches along ``dim`` arrive one after the other.
 
     ``whole`` is an uninitialised tensor of full size, into which arriving patches are copied. ``runs`` are
-    the first index and the length of each patch along ``dim``.
+    the first index and the length of each patch along ``dim``. Whoever makes it adds all patches before
+    anyone asks for one: ``Fusion`` does so before it returns the tensor.
     """
 
     def __init__(self, whole: Tensor, runs: list[Run], live: LiveTensors, dim: int = 1) -> None:

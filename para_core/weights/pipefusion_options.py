@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-# A generation with fewer steps is computed without patches, because its consecutive steps differ too much.
+# A generation with fewer steps is computed without patches, because its consecutive steps differ too much. No
+# limit was measured: the number is a choice, which docs/stages.md names, too.
 FEWEST_STEPS = 8
 
 

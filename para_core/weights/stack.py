@@ -1,5 +1,8 @@
 """The block stack of a model, and which of its blocks this rank computes if the model runs in pipeline
-stages. Tests: tests/weights/test_stages.py.
+stages.
+
+Here are only the types: ``adapters/inspect/block_stack.py`` makes the stack of a model, and :mod:`.stages`
+installs the stages, which other features find by :func:`stages_of`. Tests: tests/weights/test_stages.py.
 """
 
 from __future__ import annotations
@@ -57,6 +60,7 @@ class PipelineStages(Protocol):
 
 def stages_of(module: nn.Module) -> PipelineStages | None:
     """Return the pipeline stages of ``module``; None without stages."""
-    stages: Any = slot_owner(module, Slot.STAGES, object)
-    found: PipelineStages | None = stages
-    return found
+    # A Stages, whose file imports this one.
+    owner: Any = slot_owner(module, Slot.STAGES, object)
+    stages: PipelineStages | None = owner
+    return stages

@@ -9,6 +9,7 @@ tokens. Tests: tests/weights/test_pipefusion.py.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -40,6 +41,8 @@ class StaleKeys:
         # For each attention call in order: keys [B, H, S, D], values [B, H, S, D_v], and the mask of the keys
         # or None. Every model call must make the same attention calls in the same order.
         self._stored: list[tuple[Tensor, Tensor, Tensor | None]] = []
+        # Number of attention calls of the current patch, and so the index of the next one in ``_stored``; 0
+        # while all tokens are computed.
         self._calls = 0
 
     @property
@@ -48,8 +51,20 @@ class StaleKeys:
         return sum(key.nbytes + value.nbytes for key, value, _ in self._stored)
 
     def begin(self) -> None:
-        """Start a model call. The first call must compute all tokens, and each later call a patch."""
+        """Start a model call. The first call must compute all tokens, and each later call a patch.
+
+        Raise ``RuntimeError`` if the last patch made fewer attention calls than all tokens: it may have taken
+        the keys of other calls.
+        """
+        if self._calls not in (0, len(self._stored)):
+            self._raise_other_calls(self._calls)
         self._calls = 0
+
+    def _raise_other_calls(self, count: int) -> NoReturn:
+        raise RuntimeError(
+            f"the model made {len(self._stored)} attention calls for all tokens, and {count} for a patch; PipeFusion "
+            f"expects the same calls in each step. {_WAY_OUT}"
+        )
 
     def attend(self, call: SdpaCall) -> Tensor:
         """Return the output of an attention call that was intercepted in eager code."""
@@ -72,8 +87,8 @@ class StaleKeys:
         tokens.
 
         ``attention`` is its plan entry. ``attend_exactly`` computes a call that has the keys of all tokens.
-        Raise ``RuntimeError`` if the lengths do not fit the plan, the call is causal, or the mask is not
-        supported. Collective over the ranks that share a sequence.
+        Raise ``RuntimeError`` if the lengths do not fit the plan, the call is causal, the mask is not
+        supported, or all tokens had fewer calls. Collective over the ranks that share a sequence.
         """
         executor, module = self._hooks.executor, self._hooks.module
         names = attention.keys or attention.queries
@@ -90,6 +105,7 @@ class StaleKeys:
             raise RuntimeError(
                 f"PipeFusion does not support causal attention to {' + '.join(names)}. {_WAY_OUT}"
             )
+        # All tokens are computed as patch 0 of 1 (``Fusion._run_whole``).
         if mesh.ranks == 1:
             keys, values = (x.detach().clone(memory_format=torch.contiguous_format) for x in (key, value))
             stored_mask = mask
@@ -97,6 +113,8 @@ class StaleKeys:
                 stored_mask = mask.detach().clone()
             self._stored.append((keys, values, stored_mask))
             return attend_exactly(call)
+        if self._calls == len(self._stored):
+            self._raise_other_calls(self._calls + 1)
         all_keys, all_values, stored_mask = self._stored[self._calls]
         self._calls += 1
         mask = _mask_of_patch(mask, of_queries.runs(mesh.rank), stored_mask, key.shape[-2], of_keys.total)

@@ -96,7 +96,8 @@ def shard_tensors(module: nn.Module, plan: TensorPlan, mesh: DeviceMesh) -> None
     record = module.__dict__[_RECORD] = _ShardRecord(mesh, plan)
     # A plain weight that every rank holds but applies to its own heads would get a part of its gradient.
     module.requires_grad_(False)
-    for layer, style in planned_linears(module, plan).values():
+    # Each layer and norm once: a model may hold it under several names.
+    for layer, style in dict(planned_linears(module, plan).values()).items():
         _shard_linear(base_linear(layer), style, record)
         _shard_loras_of(layer, style, record)
     _divide_counts(module, plan, mesh.size())
@@ -118,7 +119,7 @@ def _divide_counts(module: nn.Module, plan: TensorPlan, num_ranks: int) -> None:
 
 def _shard_norms(module: nn.Module, plan: TensorPlan, record: _ShardRecord) -> None:
     """Shard the weights of the norms that ``plan`` names, and sum their squares over the ranks."""
-    for norm in planned_norms(module, plan).values():
+    for norm in dict.fromkeys(planned_norms(module, plan).values()):
         _replace_parameter(norm, "weight", _distribute(_parameter_of(norm, "weight"), record.mesh, 0))
         record.shards.append(_Shard(norm, "weight", 0, ()))
         fill_slot(norm, Slot.TENSOR_WEIGHTS, {"forward": _norm_over_ranks})

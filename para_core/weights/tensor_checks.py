@@ -184,6 +184,7 @@ def check_plain_lora(name: str, layer: Any, cls: str) -> None:
     pairs = lora_matrices(layer)
     # After its last LoRA was deleted, a layer has no pairs, and computes as without a LoRA.
     if pairs is None or not all(isinstance(matrix, nn.Linear) for pair in pairs for matrix in pair):
+        # The package of an adapter of peft, such as ``loha`` of ``peft.tuners.loha.layer``.
         kind = f"{type(layer).__module__.rpartition('.')[0].rpartition('.')[2]}'s {type(layer).__name__}"
         problem = "which is no sum of the layer and a product of two matrices"
     elif getattr(layer, "lora_variant", None) or any(getattr(layer, "use_dora", {}).values()):

@@ -27,11 +27,18 @@ class Linear:
             Each part is sharded separately. Empty means a single part.
         parts_from (`str`, *optional*, defaults to `""`): Name of the attribute of the layer that holds these
             relative sizes. Used if ``parts`` is empty.
+
+    Raises:
+        ValueError: ``along`` is something else.
     """
 
     along: Literal["colwise", "rowwise"]
     parts: tuple[int, ...] = ()
     parts_from: str = ""
+
+    def __post_init__(self) -> None:
+        if self.along not in ("colwise", "rowwise"):
+            raise ValueError(f"Linear(along={self.along!r}): expected 'colwise' or 'rowwise'.")
 
     @property
     def dim(self) -> int:
@@ -48,6 +55,7 @@ class TensorPlan:
     units.
 
     Module names are patterns: ``*`` matches one part between dots. Patterns that match no module are ignored.
+    If several keys of ``linears`` match a layer, the last one counts.
 
     Args:
         linears (`Mapping[str, Linear]`): The sharding of each linear layer, by name.
@@ -60,6 +68,9 @@ class TensorPlan:
         positions (`Mapping[str, int]`, *optional*, defaults to `{}`): For modules that return a tuple of
             tensors for all heads, such as rotary embeddings: the dim of heads or channels, by module name.
             Each rank takes its part of each tensor along this dim.
+
+    Raises:
+        TypeError: A value of ``linears`` is no `Linear`, or ``heads`` or ``norms`` is a single name.
     """
 
     linears: Mapping[str, Linear]
@@ -67,6 +78,20 @@ class TensorPlan:
     counts: Mapping[str, str] = field(default_factory=dict)
     norms: tuple[str, ...] = ()
     positions: Mapping[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name, style in self.linears.items():
+            if not isinstance(style, Linear):
+                raise TypeError(
+                    f"TensorPlan(linears={{{name!r}: {style!r}}}): expected a Linear, such as Linear('colwise')."
+                )
+        for option in ("heads", "norms"):
+            names = getattr(self, option)
+            # Its letters would be patterns that match no module, and heads that are not divided are wrong in silence.
+            if isinstance(names, str):
+                raise TypeError(
+                    f"TensorPlan({option}={names!r}): expected a tuple of names: {option}=({names!r},)."
+                )
 
 
 def published_tensor_plan(published: Mapping[str, Any]) -> TensorPlan:
@@ -97,7 +122,7 @@ def published_tensor_plan(published: Mapping[str, Any]) -> TensorPlan:
 
 def planned_linears(module: nn.Module, plan: TensorPlan) -> dict[str, tuple[nn.Module, Linear]]:
     """Return the linear layers that ``plan`` shards, each with its :class:`Linear` entry, by name in
-    ``module``.
+    ``module``. A layer that ``module`` holds under several names is there under each of them.
     """
     return {
         name: (layer, style)
@@ -109,13 +134,16 @@ def planned_linears(module: nn.Module, plan: TensorPlan) -> dict[str, tuple[nn.M
 def planned_counts(module: nn.Module, plan: TensorPlan) -> list[tuple[str, nn.Module, str]]:
     """Return the numbers of heads and of hidden units that ``plan`` divides by the number of ranks, each as
     the name of a module in ``module``, that module, and its attribute.
+
+    Each number is there once, because it is divided in place, although several patterns may match a module,
+    and ``module`` may hold it under several names.
     """
     attributes = [(pattern, "heads") for pattern in plan.heads] + list(plan.counts.items())
-    return [
-        (name, owner, attribute)
-        for pattern, attribute in attributes
-        for name, owner in matching_modules(module, pattern).items()
-    ]
+    names: dict[tuple[nn.Module, str], str] = {}
+    for pattern, attribute in attributes:
+        for name, owner in matching_modules(module, pattern).items():
+            names.setdefault((owner, attribute), name)
+    return [(name, owner, attribute) for (owner, attribute), name in names.items()]
 
 
 def planned_norms(module: nn.Module, plan: TensorPlan) -> dict[str, nn.Module]:

@@ -1,10 +1,10 @@
 """FLUX with a cache: the modulated input, a LoRA, fewer negative prompts than prompts, and caches of diffusers."""
 
+from functools import partial
+
 import pytest
 import torch
-from diffusers import FirstBlockCacheConfig, FluxPipeline
-from diffusers.hooks import apply_first_block_cache
-from peft import LoraConfig
+from diffusers import FirstBlockCacheConfig, FluxPipeline, hooks
 
 from para_core import apply_cache
 from para_core.adapters import (
@@ -15,8 +15,10 @@ from para_core.adapters import (
     remove_cache_from_pipe,
 )
 from para_core.adapters.models.flux import FLUX
+from para_core.cache.attachment import DIFFUSERS_CACHES
 from tests.cache.scripted import verdicts
 from tests.tiny import cpu_mesh, flux_call, flux_pipe, flux_transformer, relative_error
+from tests.weights.pipes import add_lora
 
 ALWAYS = {"residual_diff_threshold": 1e9, "max_consecutive_hits": 1}
 
@@ -53,10 +55,6 @@ def test_modulated_input_covers_whole_sequence_on_ranks(rank_pool):
 
 @pytest.mark.parametrize("first", ["cache", "lora"])
 def test_lora_is_added_and_removed(first):
-    def add_lora(pipe):
-        torch.manual_seed(0)
-        pipe.transformer.add_adapter(LoraConfig(r=2, target_modules=["to_q", "proj_out"], init_lora_weights=False))
-
     plain = flux_pipe(FluxPipeline, shared_parts=False)
     without = generate(plain)
     add_lora(plain)
@@ -64,11 +62,9 @@ def test_lora_is_added_and_removed(first):
     assert relative_error(expected, without) > 1e-3
 
     pipe = flux_pipe(FluxPipeline, shared_parts=False)
-    if first == "lora":
-        add_lora(pipe)
-    apply_cache_on_pipe(pipe, residual_diff_threshold=0.0)
-    if first == "cache":
-        add_lora(pipe)
+    steps = [add_lora, partial(apply_cache_on_pipe, residual_diff_threshold=0.0)]
+    for step in steps if first == "lora" else reversed(steps):
+        step(pipe)
     assert torch.equal(generate(pipe), expected)
     apply_cache_on_pipe(pipe, **ALWAYS)
     generate(pipe)
@@ -113,6 +109,9 @@ def test_theirs_and_ours_together_are_refused():
     assert torch.equal(remove_cache_from_pipe(pipe)(**flux_call()).images, expected)
     # A hook of theirs without a config is seen too.
     transformer = flux_transformer()
-    apply_first_block_cache(transformer, THEIRS)
+    hooks.apply_first_block_cache(transformer, THEIRS)
     with pytest.raises(ValueError, match=MESSAGE):
         apply_cache_on_transformer(transformer)
+    # All configs of theirs are those of caches that are known, or of guidance.
+    modules = {getattr(hooks, name).__module__.rpartition(".")[2] for name in dir(hooks) if name.endswith("Config")}
+    assert modules - {*DIFFUSERS_CACHES} == {"layer_skip", "smoothed_energy_guidance_utils"}

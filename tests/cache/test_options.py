@@ -400,7 +400,6 @@ def with_blocks(group):
 
 BAD_INPUT = [
     (lambda: apply_cache_on_pipe(Pipe()), TypeError, r"Scripted\b.*CachedBlocks"),
-    (lambda: apply_cache_on_transformer(Scripted(), adapter=BLOCKS), TypeError, r"adapter .*CachedBlocks\(.*Adapter"),
     (lambda: cache_report(Pipe()), ValueError, "Pipe .*apply_cache_on_pipe"),
     (lambda: cache_report(cached()).plot("steps.png"), ValueError, "steps.png"),
     (lambda: apply_cache(Scripted(), BLOCKS), TypeError, "apply_cache needs residual_diff_threshold="),
@@ -410,6 +409,7 @@ BAD_INPUT = [
     (lambda: BlockGroup("early"), TypeError, r"BlockGroup\(lists='early'\).* lists=\('early',\)"),
     (lambda: BlockGroup(()), ValueError, "at least one list"),
     (lambda: BlockGroup(("early",), ("x",)), ValueError, r"measured is 'hidden_states'.*\('x',\)"),
+    (lambda: BlockGroup(("early",), samples=2), ValueError, "samples is 2; expected 0"),
     (with_a_shared_block, ValueError, r"6 in its lists are the same"),
     (lambda: with_blocks(BlockGroup(("middle",), STREAMS)), ValueError, "Scripted has no 'middle'"),
     (lambda: with_blocks(BlockGroup(("early",), ("x",), "x")), ValueError, "Block has no parameter 'x'"),

@@ -33,7 +33,6 @@ def test_a_report_is_read_written_and_plotted(tmp_path):
     pipe({"cond": [1.0, 1.0, 1.05, 2.0], "uncond": [5.0, 5.0, 5.0, 5.0]})
     report = cache_report(pipe)
     assert (report.computed, report.hits, len(report.rows)) == (5, 3, 8)
-    assert report.seconds == pytest.approx(sum(row.seconds for row in report.rows))
     assert report.seconds > 0
     assert report.differences() == pytest.approx([0.05, 0.0, 1.0, 0.0])
 

@@ -48,9 +48,9 @@ def test_only_warnings_of_imports_are_hidden(shown, module, hidden):
     assert shown == [*["missing"][hidden:], "newly initialized", "missing"]
 
 
-def test_file_that_cannot_be_read_has_no_bytes(tmp_path):
-    for name in ("unet", "vae"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "model.bin").write_bytes(b"123")
+def test_bytes_are_those_of_the_largest_format_unless_a_file_cannot_be_read(tmp_path):
+    for file in ("unet/1.bin", "unet/2.bin", "unet/1.safetensors", "vae/1.bin"):
+        (tmp_path / file).parent.mkdir(exist_ok=True)
+        (tmp_path / file).write_bytes(b"123")
     (tmp_path / "vae" / "linked.bin").symlink_to(tmp_path / "nothing")
-    assert component_bytes(tmp_path) == {"unet": 3}
+    assert component_bytes(tmp_path) == {"unet": 6}

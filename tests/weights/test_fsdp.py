@@ -22,9 +22,9 @@ from para_core.adapters import (
 )
 from para_core.adapters.inspect.components import blocks_of, components_with_blocks
 from para_core.adapters.models.flux import FLUX
-from para_core.adapters.weights.features import shard_methods
 from para_core.instance.private_class import unwrapped_class
 from para_core.weights.fsdp import shard_blocks
+from tests.adapters.parallel.unchanged import same_pipe
 from tests.tiny import cpu_mesh, flux_inputs, flux_pipe, flux_transformer, relative_error
 from tests.weights.pipes import bytes_of, generate, make
 from zoo.tiny.transformers.registry import MODELS
@@ -77,10 +77,14 @@ def share_in_parts():
         shard_weights(pipe)
     # The pipe is on the CPU in float32 already.
     pipe.to("cpu", torch.float32)
-    with pytest.raises(RuntimeError, match=r"FSDP2.* cpu\b.* meta\b"):
-        pipe.transformer.to("meta")
-    with pytest.raises(RuntimeError, match=r"torch\.float32.* torch\.bfloat16\b.*shard_weights"):
-        pipe.to(torch.bfloat16)
+    for refused, message in (
+        (lambda: pipe.transformer.to("meta"), r"FSDP2.* cpu\b.* meta\b"),
+        (lambda: pipe.to(torch.bfloat16), r"torch\.float32.* torch\.bfloat16\b.*shard_weights"),
+        (pipe.transformer.half, r"torch\.float32.* torch\.float16\b.*shard_weights"),
+        (lambda: pipe.enable_sequential_cpu_offload(device="cpu"), "sequential .*enable_model_cpu_offload"),
+    ):
+        with pytest.raises(RuntimeError, match=message):
+            refused()
     # Model offload moves the other components only.
     pipe.transformer._hf_hook = None
     assert pipe.transformer.to("meta") is pipe.transformer
@@ -162,19 +166,14 @@ def test_sharded_weights_are_exact_or_refused(rank_pool, check, ranks, arguments
         ({"method": "zero"}, ValueError, "method .*'zero'; .*'fsdp'"),
         ({"components": ["vae"]}, ValueError, "components .*'vae'; .*FluxPipeline .*: text_encoder, .*transformer"),
         ({"components": "transformer"}, TypeError, r"components=\['transformer'\]"),
-        *[
-            ({"components": [], "method": name}, ValueError, r"components .*\[\].*FluxPipeline .*text_encoder")
-            for name in shard_methods()
-        ],
+        ({"components": []}, ValueError, r"components .*\[\].*FluxPipeline .*text_encoder"),
         ({"offload_policy": "cpu"}, TypeError, r"offload_policy .*'cpu'.*CPUOffloadPolicy\(\)"),
     ],
 )
 def test_what_cannot_be_sharded_is_refused(options, error, message):
     pipe = flux_pipe()
-    before = type(pipe)
-    with fake_group(2), pytest.raises(error, match=message):
+    with same_pipe(pipe), fake_group(2), pytest.raises(error, match=message):
         shard_weights(pipe, **options)
-    assert type(pipe) is before
 
 
 def call_in_order(order):

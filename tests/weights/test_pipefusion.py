@@ -1,6 +1,7 @@
 """PipeFusion on any number of stages computes the same as a plain loop over patches in one process."""
 
 from contextlib import nullcontext
+from itertools import chain, repeat
 from math import prod
 from unittest import mock
 
@@ -15,7 +16,7 @@ from torch.utils import _pytree as pytree
 from para_core import PipeFusion
 from para_core.adapters import parallelize_pipe, pipefusion_report, unparallelize_pipe
 from para_core.plans.plan import Entries, Gather, Plan, Split
-from para_core.weights.patch_plan import PatchPlan, patch_plan
+from para_core.weights.patch_plan import Frames, PatchPlan, patch_plan
 from tests.tiny import flux_call, flux_inputs, flux_pipe, relative_error
 from tests.weights.pipes import generate, make
 
@@ -149,10 +150,9 @@ def over_stages(name, shape, options, call):
     pipe = parallelize_pipe(make(name), mesh=mesh, pipefusion=options)
     output, report = run(pipe, name, callback_on_step_end=look, **call), pipefusion_report(pipe)
     assert len(norms) == (STEPS if dist.get_rank() == 0 else 0)
-    whole = []
     # The stages stay, and PipeFusion goes.
-    for steps in (PipeFusion(2, warmup_steps=STEPS), None):
-        whole.append(run(parallelize_pipe(pipe, mesh=mesh, pipefusion=steps), name, **call))
+    others = PipeFusion(2, warmup_steps=STEPS), None
+    whole = [run(parallelize_pipe(pipe, mesh=mesh, pipefusion=steps), name, **call) for steps in others]
     return output, report, whole
 
 
@@ -255,13 +255,18 @@ def compile_in_its_place(pipe):
     pipe.transformer = torch.compile(pipe.transformer, backend="eager", fullgraph=True)
 
 
+def attend_once(pipe):
+    attention = pipe.transformer.single_transformer_blocks[0].attn
+    forwards = chain([attention.forward], repeat(lambda hidden_states, **_: hidden_states))
+    attention.forward = lambda **inputs: next(forwards)(**inputs)  # noqa: PLW0108
+
+
 COMPILED = r"pipe\.transformer .*compile_repeated_blocks\(fullgraph=True\)"
 
 
-def plan_in_patches(dim, **rules):
-    inputs = {"hidden_states": Split(dim, segment="image"), **rules}
-    plan = Plan(inputs, {"": Gather(dim, segment="image")}, ("image",))
-    return patch_plan(plan, flux_pipe().transformer, None)
+def plan_in_patches(dim, output="", frames=None, **rules):
+    plan = Plan(rules, {output: Gather(dim, segment="image")}, ("image",))
+    return patch_plan(plan, flux_pipe().transformer, frames)
 
 
 @pytest.mark.parametrize(
@@ -270,6 +275,7 @@ def plan_in_patches(dim, **rules):
         (lambda: plan_in_patches(2), TypeError, "tokens in dim 2"),
         (lambda: plan_in_patches(1, x=Entries((Split(1, like="image", then_replicated=True),))), TypeError, "share a"),
         (lambda: plan_in_patches(1, x=Split(1, "video", together=(2,))), TypeError, "split before"),
+        (lambda: plan_in_patches(1, "proj_out", Frames(2, "size")), TypeError, "config has no 'size'"),
         (
             lambda: PatchPlan(Plan({}, {}, ()), "image", "frames", 2, together=2).runs(torch.ones(1, 1, 10, 1, 1), 6),
             ValueError,
@@ -281,6 +287,7 @@ def plan_in_patches(dim, **rules):
         (lambda: fuse_and_run("stable diffusion 3", PipeFusion()), TypeError, "PipeFusion .*SD3Transformer2DModel"),
         (lambda: fuse_and_run("flux", PipeFusion(64)), ValueError, "63 tokens .*num_patches=64 "),
         (lambda: fuse_and_run("hunyuan", PipeFusion(4)), ValueError, "3 frames .*num_patches=4 "),
+        (lambda: fuse_and_run("flux", PipeFusion(), attend_once), RuntimeError, "4 attention .* and 3 for a"),
         (lambda: fuse_and_run("flux", PipeFusion(), compile_forward), RuntimeError, COMPILED),
         (lambda: fuse_and_run("mochi", PipeFusion(), compile_in_its_place), RuntimeError, COMPILED),
         (lambda: fuse_and_run("flux", PipeFusion(), lambda pipe: pipe.transformer(None)), RuntimeError, "no_grad"),

@@ -30,7 +30,7 @@ from para_core.adapters.models.flux import FLUX
 from para_core.adapters.registry import tensor_plan_for
 from para_core.weights.tensor import shard_tensors
 from para_core.weights.tensor_checks import check_tensor_plan
-from para_core.weights.tensor_plan import Linear, TensorPlan
+from para_core.weights.tensor_plan import Linear, TensorPlan, planned_counts
 from tests.adapters.parallel.unchanged import same_pipe
 from tests.adapters.test_transformers import call
 from tests.instance.test_record import Doubled
@@ -115,10 +115,7 @@ def refusals_on_ranks():
     with pytest.raises(RuntimeError, match=r"heads .*\[0, 1\] .*'tensor' .* none"):
         generate(pipe, "flux")
     for change, message in (
-        (
-            lambda model: model.add_adapter(LoHaConfig(target_modules=["to_q"])),
-            r"to_q .*loha's Linear, .*pipe\.fuse_lora",
-        ),
+        (lambda model: model.add_adapter(LoHaConfig(target_modules=["to_q"])), "to_q .*loha's Linear, .*fuse_lora"),
         (lambda model: model.fuse_qkv_projections(), r"attn\.to_qkv .* in no tensor plan.*unfuse_qkv_projections\(\)"),
         (lambda model: setattr(model.transformer_blocks[0].attn, "to_q", Doubled(64, 64)), r"0\.attn\.to_q .*Doubled"),
     ):
@@ -179,20 +176,23 @@ class Counted(nn.Module):
     ("options", "changes", "message"),
     [
         ({"heads": 1}, {}, r"Counted has 1 head, which 2 tensor ranks cannot share"),
-        ({"heads": 3}, {}, r"3 heads, .*2 .*\[3\]"),
         ({"units": 7}, {}, r"feed of this Counted has units=7, which 2 tensor ranks"),
         ({"channels": 7}, {}, r"norm of this Counted has a weight of the shape \[7\]"),
         ({}, {"heads": ("feed",)}, r"feed of this Counted has no number 'heads'"),
+        ({}, {"heads": "attn"}, r"heads='attn'\): .*heads=\('attn',\)"),
+        ({}, {"linears": {"attn": "colwise"}}, r"'attn': 'colwise'.*Linear\('colwise'\)"),
         ({}, {"norms": ("feed",)}, r"feed of this Counted is a Linear .*RMS norms"),
-        ({}, {"counts": {"attn": "units"}}, r"attn of this Counted has no number 'units'"),
         ({}, {"linears": {"attn": Linear("colwise", (1, 1, 1))}}, r"^attn of this Counted has 8 channels"),
     ],
 )
 def test_plan_that_does_not_divide_a_model_is_refused(options, changes, message):
-    plan = TensorPlan({"attn": Linear("colwise")}, ("attn",), {"feed": "units"}, ("norm",))
+    plan = TensorPlan({"attn": Linear("colwise")}, ("attn", "**.attn"), {"feed": "units"}, ("norm",))
     check_tensor_plan(Counted(), plan, 2)
-    with pytest.raises(ValueError, match=message):
+    assert [name for name, _, _ in planned_counts(Counted(), plan)] == ["attn", "feed"]
+    with pytest.raises((TypeError, ValueError), match=message):
         check_tensor_plan(Counted(**options), replace(plan, **changes), 2)
+    with pytest.raises(ValueError, match="along='columns'"):
+        Linear("columns")
 
 
 @pytest.mark.parametrize("name", ["attn", "norm"])
@@ -204,9 +204,11 @@ def test_layer_whose_forward_a_hook_has_replaced_is_refused(name):
 
 
 def normalize_in_float64():
-    model, x = nn.Sequential(nn.Linear(8, 8), nn.RMSNorm(8)).double(), torch.randn(3, 8, dtype=torch.float64)
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.RMSNorm(8), nn.Identity()).double(), torch.randn(3, 8).double()
     expected = model(x).detach().chunk(2, -1)[dist.get_rank()]
-    shard_tensors(model, TensorPlan({"0": Linear("colwise")}, norms=("1",)), init_device_mesh("cpu", (2,)))
+    # The model holds its layers under two names.
+    model[2].layers = nn.ModuleList(model[:2])
+    shard_tensors(model, TensorPlan({"**.0": Linear("colwise")}, norms=("**.1",)), init_device_mesh("cpu", (2,)))
     assert relative_error(model(x), expected) < 1e-14
 
 
