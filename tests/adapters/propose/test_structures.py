@@ -44,7 +44,6 @@ WEIGHTED = models.inputs_of_words(17), models.inputs_of_words(31)
 IMAGES = image(16, 20), image(16, 32)
 TOKENS = tokens_of(25), tokens_of(37)
 VIT = inputs_of("timm ViT", 0), inputs_of("timm ViT", 1)
-SD3 = inputs_of("Stable Diffusion 3.5")
 STREAMS = models.stream_inputs(25), models.stream_inputs(37)
 BLOCKS = [{"input": noise(1, tokens, 24)} for tokens in (25, 37, 31)]
 # The time step is an integer like the label, but it changes from step to step, so it identifies no branch.
@@ -59,7 +58,7 @@ EXACT = {
     "blocks with any arguments": (
         MMDiTX,
         (inputs_of("Stable Diffusion 3.5", 0), inputs_of("Stable Diffusion 3.5", 1)),
-        SD3,
+        inputs_of("Stable Diffusion 3.5"),
         {"joint_blocks.0": {"args[1]": IMAGE}},
     ),
     "a model of one size": (DiT, (DIT,), DIT, {}),
@@ -88,7 +87,7 @@ CONDITIONS = {"blocks with any arguments": ("context",), "a model of one size": 
 
 def propose_exact(model, examples, inputs, ranks=2, **options):
     """Propose a plan from ``examples``, and return the proposal if it is exact for ``inputs``."""
-    model = fill(model, seed=1).eval()
+    model = fill(model, seed=1).train()
     proposal = propose_plan(model, examples, **options)
     assert proposal.plan is not None, str(proposal)
     check = check_parallel(model, plan=proposal.plan, ranks=ranks, **inputs)
@@ -322,14 +321,15 @@ REFUSED = [
     (DiT, (DIT, {**DIT, "x": torch.randn(2, 4, 12, 12)}), r"second: RuntimeError: .*49.*example_inputs=\(inputs,\)"),
     (models.lists_by_hand, IMAGES, r"softmax .*transformer\.layers\.0\.0 .*\[2, 3, 20, 20\]"),
     (painter, (PAINTER[0], PAINTER[0]), r"Painter.* module lists"),
+    (models.lists, IMAGES, "segment"),
     *[(models.lists, examples, "example_inputs") for examples in (IMAGES[0], (), IMAGES * 2, ("x", "y"))],
 ]
 
 
 @pytest.mark.parametrize(("make", "examples", "message"), REFUSED)
 def test_model_or_examples_are_refused(make, examples, message):
-    with pytest.raises(TypeError if message == "example_inputs" else ValueError, match=message):
-        propose_plan(fill(make(), seed=1), examples)
+    with pytest.raises(TypeError if message in ("example_inputs", "segment") else ValueError, match=message):
+        propose_plan(fill(make(), seed=1), examples, segment=None if message == "segment" else "image")
 
 
 # -- Answers.
@@ -338,8 +338,7 @@ def test_model_or_examples_are_refused(make, examples, message):
 def test_answers_replace_guesses():
     answers = {"(x)": IMAGE, "": Gather(1, "image"), "CachedBlocks": None, "samples": None}
     proposal = propose_exact(models.encoder(), TOKENS, tokens_of(31), answers=answers)
-    assert (proposal.plan.inputs, proposal.plan.inner) == ({"x": IMAGE}, {})
-    assert proposal.plan.outputs == {"": Gather(1, "image")}
+    assert proposal.plan == rules.Plan({"x": IMAGE}, {"": Gather(1, "image")}, ("image",))
     assert proposal.questions == ()
     # Tokens are sharded at the model's input, so text alone is sharded at the first block.
     proposal = propose_exact(models.painter_of_words(), WEIGHTED, WEIGHTED[1], answers={"(latents)": IMAGE})
@@ -355,6 +354,7 @@ def test_answers_replace_guesses():
     assert propose_plan(fill(padded, seed=1), TOKENS).plan is None
     proposal = propose_exact(padded, TOKENS, tokens_of(31), answers={"blocks.*": by_heads})
     assert proposal.plan.attention == {"blocks.*": by_heads}
+    assert propose_plan(fill(models.rotated(), seed=1), TOKENS, answers={"joint_order": ()}).plan is None
     wrong = {"positions": Split(0, like="image", then_replicated=True)}
     proposal = propose_plan(fill(painter(), seed=1), PAINTER, answers={"layers.*(positions)": wrong["positions"]})
     assert proposal.plan is None and proposal.guess.inner["layers.*"] == wrong
