@@ -2,7 +2,7 @@
 
 ``resolve.py`` makes the :class:`ScheduledAttention`, and ``call.py`` enters it around each generation. Which
 steps are in the middle, and their options, is in ``para_core/attention/schedule.py``. Tests:
-tests/adapters/test_attention_options.py.
+tests/adapters/test_attention_options.py, tests/adapters/test_schedule_of_keys.py.
 """
 
 from __future__ import annotations
@@ -112,6 +112,8 @@ class ScheduledAttention:
             branches = self._branches.get(id(plain))
             branch = ""
             if branches is not None:
+                # Unknown branches are counted as one. Its steps pass too fast, so that others than the first and
+                # last ones may be exact.
                 arguments = {**dict(zip(self._parameters[id(plain)], args, strict=False)), **kwargs}
                 branch = branches.name_of(arguments) or ""
             step, num_steps, _ = self._tracker.next_position(branch)
