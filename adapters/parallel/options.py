@@ -157,6 +157,8 @@ class TransformerOptions(AttentionChoices):
         method = self.rotate_method
         if method is None and self.comm_dtype is None:
             method = default_method
+        # same_bits refuses comm_dtype with a message of its own. METHOD_WITH_BITS cannot send 8 bits, so it would
+        # be refused here first.
         if self.same_bits and self.comm_dtype is None:
             method = METHOD_WITH_BITS
         backend = self.backend

@@ -89,8 +89,7 @@ class VaeAdapter:
 
 _KL = ("tiled_encode", "_tiled_encode", "tiled_decode")
 _CACHED_FRAMES = "a tile stores its last frames in its modules for the next call"
-# Classes whose methods have the usual names; those without tiling; and those whose method is the public
-# ``encode``.
+# Classes for which the defaults of VaeAdapter are right.
 _USUAL = (
     "AutoencoderDC",
     "AutoencoderKLCogVideoX",
@@ -104,12 +103,14 @@ _USUAL = (
 )
 # Classes that clear a cache of frames before each tile.
 _CLEARING = ("AutoencoderKLQwenImage", "AutoencoderKLQwenImage21", "AutoencoderKLWan")
+# Classes whose methods have the usual names, and that have no tiling.
 _UNTILED = (
     "AutoencoderKLCosmos",
     "AutoencoderKLKVAEAudio",
     "AutoencoderKLKVAEVideo",
     "AutoencoderKLLTX2Audio",
 )
+# Classes that encode and decode in the public methods themselves, and have no tiling.
 _WITH_ENCODE = (
     "AutoencoderKLMiniMaxH3Audio",
     "AutoencoderKLTemporalDecoder",
