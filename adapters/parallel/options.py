@@ -3,7 +3,8 @@ checks.
 
 Those that are names and numbers are declared in ``para_core/pipeline_options.py``. The decorator
 ``takes_options`` makes these classes from the keyword arguments of the functions, and ``resolve.py`` and
-``transformer.py`` read them. What depends on the pipeline or the mesh is checked there, not here. Tests:
+``transformer.py`` read them. What depends on the pipeline or the mesh is checked there, not here. The number in
+an :class:`Option` sorts it among those of all classes, in signatures and tables. Tests:
 tests/test_declared_options.py, tests/adapters/test_refused_options.py.
 """
 

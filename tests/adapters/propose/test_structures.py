@@ -16,6 +16,7 @@ from para_core.adapters.propose.conditions import guess_conditions
 from para_core.adapters.propose.larger_call import imagine_larger_calls
 from para_core.adapters.propose.overrides import with_answers
 from para_core.adapters.propose.proposal import Proposal, source_of
+from para_core.adapters.propose.questions import _ask_about_numbers
 from para_core.adapters.propose.records import ModuleCall, ObservedAttention, ObservedCall, TensorRecord
 from para_core.cache.blocks import BlockGroup, CachedBlocks
 from para_core.comparison.cached_call import CachedCallError
@@ -278,10 +279,10 @@ def test_a_decoder_fills_its_cache_on_every_rank():
         CachesOfCall([static]).gather([static], None, [Segment("tokens", 11)], one_rank("cpu"))
 
 
-def test_imagined_calls_have_one_more_token():
+def test_imagined_calls_have_one_more_token_and_numbers_that_grow_are_asked_about():
     sizes = {"x": (1, 64, 64), "text": (1, 7, 16), "temb": (1, 128), "table": (64, 64), "joint": (71, 8)}
     arguments = {name: record(*shape) for name, shape in sizes.items()}
-    arguments["cu_seqlens"] = replace(record(2, dtype=torch.int32), values=(0, 64))
+    arguments |= {"cu_seqlens": replace(record(2, dtype=torch.int32), values=(0, 64)), "first": 64, "flag": True}
     call = ModuleCall("blocks.0", "blocks", 0, 9, arguments, arguments["x"])
     observed = ObservedCall(calls=[call], attention=[ObservedAttention("blocks.0", 1, 71, 71, None)])
     first, second, *_ = imagine_larger_calls(observed)  # The others have one more token of text.
@@ -290,6 +291,7 @@ def test_imagined_calls_have_one_more_token():
         expected = {**sizes, "x": (1, 65, 64), "table": table, "joint": (72, 8)}
         assert {name: records[name].shape for name in sizes} == expected
         assert records["cu_seqlens"].values == (0, 65)
+    assert [question.partition(": ")[0] for question in _ask_about_numbers(observed, first)] == ["blocks.*(first)"]
 
 
 # -- No plan.
