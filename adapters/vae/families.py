@@ -208,7 +208,8 @@ def dim_of_rows(x: Tensor) -> int:
 def rows_per_latent(vae: Any) -> int:
     """Return the number of pixel rows (or sound samples) per latent row, from the config or attributes of ``vae``.
 
-    Raises ``StopIteration`` if they tell neither a ratio nor the levels of the encoder.
+    Every class of ``VAES`` that encodes tells a ratio or the levels of its encoder; tests/spatial/test_vaes.py tries
+    all. Raises ``StopIteration`` for one that tells neither.
     """
     config = vae.config
     # Use vars() instead of getattr(), because the getattr of diffusers also looks in the config, and then
