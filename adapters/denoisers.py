@@ -1,7 +1,7 @@
 """Kinds of denoisers that are no transformers. A kind is a file that nobody imports, and a line of ``KINDS``.
 
-``registry.py``, ``adapters/parallel`` and the checks ask here for the denoisers of a pipeline and for what is
-particular to their kind. The only kind is in ``adapters/vae/unet.py``. Tests:
+``registry.py``, all rooms of ``adapters`` and ``fleet/encode_first.py`` ask here for the denoisers of a pipeline and
+for what is particular to their kind. The only kind is in ``adapters/vae/unet.py``. Tests:
 tests/spatial/test_unet_pipelines.py.
 """
 

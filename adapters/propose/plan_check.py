@@ -1,7 +1,8 @@
 """Check a plan against the unmodified model, on virtual ranks: threads of this process.
 
-``search.py`` checks each candidate with it, and ``questions.py`` asks where a plan first differs. How virtual
-ranks run is in ``para_core/comparison/virtual_ranks.py``. Tests: tests/adapters/propose/test_structures.py.
+``search.py`` checks each candidate with it, ``completion.py`` what is added to an exact plan, and ``questions.py``
+asks where a plan first differs. How virtual ranks run is in ``para_core/comparison/virtual_ranks.py``. Tests:
+tests/adapters/propose/test_structures.py, tests/adapters/propose/test_completion.py.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """The families of autoencoders: all that is particular to a class, and the reasons why others are refused.
 Written for diffusers 0.42.
 
-``run.py`` reads the adapters, ``vae.py`` and ``pipeline.py`` ask whether a class is supported. UNets are in
-``adapters/models/unets.py``. Tests: tests/spatial/test_vaes.py.
+``run.py`` reads the adapters, ``vae.py`` and ``pipeline.py`` ask whether a class is supported, and ``call_check.py``
+and ``vae_compile.py`` which settings of tiles count. UNets are in ``adapters/models/unets.py``. Tests:
+tests/spatial/test_vaes.py.
 """
 
 from __future__ import annotations
