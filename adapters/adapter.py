@@ -1,15 +1,17 @@
 """The type ``Adapter``: how one transformer class of diffusers is sharded and cached.
 
 ``adapters/models`` has a value for each supported class, and users pass their own as ``adapter=``;
-``registry.py`` finds the one for a model. Autoencoders and UNets have types of their own
-(``adapters/vae/families.py``, ``adapters/models/unets.py``). Tests: tests/adapters/test_transformers.py.
+``registry.py`` finds the one for a model. Only ``text`` is validated here: whether another field fits depends on
+the model. Autoencoders and UNets have types of their own (``adapters/vae/families.py``,
+``adapters/models/unets.py``). Tests: tests/adapters/test_transformers.py; of the blocks
+tests/cache/test_pipelines.py, of the tensor plans tests/weights/test_tensor.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
 from torch import nn
 
@@ -56,6 +58,9 @@ class Adapter:
         threshold (`float`, defaults to `0.05`): Default threshold of First Block Cache.
         threshold_source (`str`, defaults to `"diffusers' FirstBlockCacheConfig"`): Source that recommends
             this threshold.
+
+    Raises:
+        ValueError: If ``text`` is unknown.
     """
 
     transformer: str
@@ -74,3 +79,7 @@ class Adapter:
     steps_with_copies: bool = False
     threshold: float = 0.05
     threshold_source: str = "diffusers' FirstBlockCacheConfig"
+
+    def __post_init__(self) -> None:
+        if self.text not in get_args(Text):
+            raise ValueError(f"text is {self.text!r}; expected 'shard' or 'replicate'.")

@@ -53,7 +53,8 @@ def _ranks_of(mesh: DeviceMesh | ProcessGroup | None) -> GuidedMesh:
     """Return the ranks of ``mesh`` by groups that they share even if each of them has passed another mesh.
 
     If the mesh has all ranks, this is the default group, because the groups of its dims depend on their
-    sizes. So is it for None, which stands for all ranks, and for other types, which are refused later.
+    sizes. So is it for None, which stands for all ranks, and for other types, which are refused later. Ranks
+    whose meshes have other members share no such group: they wait for each other until the time-out.
     """
     world = all_ranks()
     if mesh == dist.GroupMember.NON_GROUP_MEMBER:

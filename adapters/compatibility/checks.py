@@ -126,7 +126,7 @@ def check_parallelize(models: Sequence[CheckedModel], mesh: GuidedMesh | None = 
         else:
             check_class_has_plan(owner, module, adapter)
             require_plan(owner, module, adapter)
-        check_one_device(module, "the transformer")
+        check_one_device(module, model.name)
         check_one_device(owner, "the pipeline")
         check_no_parallelism_of_diffusers(module)
         if mesh is None:

@@ -108,7 +108,7 @@ def check_attention_named_once(settings: Sequence[ProcessorBackend], module: nn.
 
 
 def check_native_attention(module: nn.Module, name: str) -> None:
-    """Raise ``ValueError`` if ``module`` follows an attention schedule and diffusers names a backend for it as well."""
+    """Raise ``ValueError`` if diffusers names a backend for ``module``, which follows an attention schedule."""
     other = next((setting for setting in processor_backends(module) if setting.name not in _SEEN), None)
     if other is not None:
         raise ValueError(

@@ -1,7 +1,7 @@
 """Find the denoising step of a running pipeline, from the calls of its scheduler.
 
 Caches, PipeFusion and schedules of attention each have a tracker, and follow a generation with it. Tests:
-tests/cache/test_schedule.py, tests/cache/test_steps.py.
+tests/cache/test_schedule.py.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ class SchedulerTracker:
     """
 
     def __init__(self) -> None:
+        # Whether a pipeline runs inside follow(). The owners of a tracker read it: otherwise there is no step.
         self.active = False
         # The key is unique, because a pipeline may have several trackers, which wrap the same scheduler.
         self._name = str(id(self))
@@ -132,7 +133,8 @@ class SchedulerTracker:
         """Note that the model is called now. Return the number of steps that the scheduler has taken; None if
         that is not the step of this call. To call it again before the same call of the model changes nothing.
 
-        It is not if copies of the scheduler take the steps, or if it takes a step for each tile.
+        It is not if copies of the scheduler take the steps, or if it takes a step for each tile. The latter
+        shows only after the step of the second tile, which is still numbered as one of the next timestep.
         """
         self._called = True
         if self._scheduler is None or self._with_copies or self._repeats:

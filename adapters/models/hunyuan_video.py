@@ -33,8 +33,8 @@ HUNYUAN_VIDEO_TENSOR = TensorPlan(
             rows=["attn.to_out.0", "attn.to_add_out", "ff.net.2", "ff_context.net.2"],
         ),
         **linears("single_transformer_blocks.*", columns=["attn.to_q", "attn.to_k", "attn.to_v", "proj_mlp"]),
-        # proj_out reads attention output, then hidden units, four times as wide. Each part is sharded
-        # separately.
+        # proj_out reads attention output, then hidden units, mlp_ratio = 4.0 times as wide: the default of both
+        # models. Each part is sharded separately.
         "single_transformer_blocks.*.proj_out": Linear("rowwise", (1, 4)),
         **linears(
             _REFINER,
@@ -87,8 +87,8 @@ FRAMEPACK = Adapter(
     blocks=chained("transformer_blocks", "single_transformer_blocks", streams=TEXT_LAST),
     tensor=HUNYUAN_VIDEO_TENSOR,
     # No source has a threshold for FramePack. Its blocks are those of HunyuanVideo.
-    threshold=0.06,
-    threshold_source="ParaAttention, doc/fastest_hunyuan_video.md; at 1324733 it was 0.035",
+    threshold=HUNYUAN_VIDEO.threshold,
+    threshold_source=HUNYUAN_VIDEO.threshold_source,
 )
 
 # No source has a threshold for HunyuanVideo 1.5, so it gets the default.

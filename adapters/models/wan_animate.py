@@ -1,4 +1,8 @@
-"""Adapters of Wan Animate 1 and 2. Written for diffusers 0.42."""
+"""Adapters of Wan Animate 1 and 2. Written for diffusers 0.42.
+
+The first is Wan with a face adapter after some blocks; the second stores the keys of a reference image. What
+they share with Wan is in ``shared/wan.py``. Tests: tests/adapters/test_transformers.py (``-k animate``).
+"""
 
 from dataclasses import replace
 

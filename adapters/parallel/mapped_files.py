@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 # Maps the names of dtypes in the header of a safetensors file to dtypes of PyTorch.
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_SAVE = "Pipeline.from_pretrained(...).save_pretrained(folder)"
 # Number of bytes at each end of a weight that are compared with the file, to see whether the loader changed
 # the weight: one memory page of most hosts, because reading a byte makes the whole page resident.
 _END = 4096
@@ -50,11 +49,10 @@ def check_safetensors(folders: Sequence[Path]) -> None:
     """
     for part in folders:
         config = part / "config.json"
+        if not config.exists():
+            continue
         # The config of a model has one of these entries. Other components, such as tokenizers, have neither.
-        if not config.exists() or not json.loads(config.read_text()).keys() & {
-            "_class_name",
-            "architectures",
-        }:
+        if not json.loads(config.read_text()).keys() & {"_class_name", "architectures"}:
             continue
         names = sorted(path.name for path in part.glob("*.safetensors"))
         if not names:
@@ -63,7 +61,7 @@ def check_safetensors(folders: Sequence[Path]) -> None:
             )
             way_out = "Download it again."
             if others:
-                way_out = f"It has {others[0]}: save it again, {_SAVE}."
+                way_out = f"It has {others[0]}: save it again, Pipeline.from_pretrained(...).save_pretrained(folder)."
             raise FileNotFoundError(f"{part} has no safetensors file. {way_out}")
         if any(re.search(r"-\d+-of-\d+", name) for name in names) and not list(
             part.glob("*.safetensors.index*.json")

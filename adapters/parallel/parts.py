@@ -3,7 +3,8 @@ weights do.
 
 Each change is a part of a *session*: all changes that are applied to one pipeline and undone together.
 ``resolve.py`` makes these parts and ``session.py`` calls their methods; the part of a transformer is in
-``transformer.py``. Tests: tests/adapters/parallel/test_undo.py.
+``transformer.py``, which also makes those of features for parallelize_transformer. Tests:
+tests/adapters/parallel/test_undo.py.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 ``resolve.py`` makes the :class:`ScheduledAttention`, and ``call.py`` enters it around each generation. Which
 steps are in the middle, and their options, is in ``para_core/attention/schedule.py``. Tests:
-tests/adapters/test_attention_options.py.
+tests/adapters/test_attention_options.py, tests/adapters/test_schedule_of_keys.py.
 """
 
 from __future__ import annotations
@@ -110,15 +110,17 @@ class ScheduledAttention:
         if not torch.compiler.is_compiling() and self._tracker.active and not self._in_callback:
             plain = uncompiled(module)
             branches = self._branches.get(id(plain))
-            branch = ""
+            branch: str | None = ""
             if branches is not None:
                 arguments = {**dict(zip(self._parameters[id(plain)], args, strict=False)), **kwargs}
-                branch = branches.name_of(arguments) or ""
-            step, num_steps, _ = self._tracker.next_position(branch)
-            if self.schedule.is_middle(step, num_steps):
-                self._use(self._middle)
-            else:
-                self._use(self._exact)
+                branch = branches.name_of(arguments)
+            options = self._exact
+            # The calls of an unknown branch cannot be counted, so they are exact.
+            if branch is not None:
+                step, num_steps, _ = self._tracker.next_position(branch)
+                if self.schedule.is_middle(step, num_steps):
+                    options = self._middle
+            self._use(options)
         return call(module, *args, **kwargs)
 
     def _use(self, options: AttnOptions) -> None:

@@ -37,7 +37,7 @@ def parallelize_unet(
     ``ulysses`` shard the rows of the image (columns, if it is wider than high), and ranks along ``batch``
     shard the samples. No gradients are computed: unless gradients are disabled (``torch.no_grad()``), a call
     raises ``RuntimeError`` if an argument or a parameter requires one. Calling it again replaces the previous
-    settings.
+    settings; :func:`unparallelize_unet` undoes it, as does a mesh of one rank.
 
     Args:
         unet (`nn.Module`): A supported UNet or ControlNet of diffusers (docs/vae.md lists them).
@@ -71,6 +71,7 @@ def parallelize_unet(
 
 
 def _check_bools(options: Mapping[str, object]) -> None:
+    """Raise ``TypeError`` if a value of ``options`` is no bool, because no :class:`Option` declares these."""
     for name, value in options.items():
         if not isinstance(value, bool):
             raise TypeError(f"{name} is {value!r}; expected True or False.")

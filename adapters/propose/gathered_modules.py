@@ -131,7 +131,8 @@ def _gather_rule(region: ObservedRegion, plan: Plan, records: Sequence[TensorRec
         lengths = tuple([number + added for number in region.start.tokens])[: len(records)]
         dims = [dim for dim, sizes_of_dim in enumerate(sizes) if sizes_of_dim == lengths]
         if dims:
-            image_last = plan.joint_order[-1] == region.segment
+            # An answer may leave joint_order empty.
+            image_last = plan.joint_order[-1:] == (region.segment,)
             return Gather(
                 dims[-1] - len(sizes),
                 region.segment,

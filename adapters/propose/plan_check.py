@@ -1,7 +1,8 @@
 """Check a plan against the unmodified model, on virtual ranks: threads of this process.
 
-``search.py`` checks each candidate with it, and ``questions.py`` asks where a plan first differs. How virtual
-ranks run is in ``para_core/comparison/virtual_ranks.py``. Tests: tests/adapters/propose/test_structures.py.
+``search.py`` checks each candidate with it, ``completion.py`` what is added to an exact plan, and ``questions.py``
+asks where a plan first differs. How virtual ranks run is in ``para_core/comparison/virtual_ranks.py``. Tests:
+tests/adapters/propose/test_structures.py, tests/adapters/propose/test_completion.py.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ from para_core.comparison.virtual_ranks import copy_containers, run_on_virtual_r
 from para_core.plans.plan import Plan
 
 # Relative errors ‖out − expected‖ / ‖expected‖ below which a plan counts as exact, by the dtype in which the
-# model computes: several times the precision of the dtype, because sums in another order differ and a model adds
-# up many, and far below the error of a wrong plan, which is that of other tokens.
+# model computes: many times the precision of the dtype, because sums in another order differ and a model adds
+# up many, and far below the error of a wrong plan, which is that of other tokens. Those of check_parallel are in
+# para_core/comparison/tolerances.py.
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
 # Meshes as (ring, ulysses), for a plan whose lengths are unknown: most lengths are not divisible by both 2

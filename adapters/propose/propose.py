@@ -26,6 +26,7 @@ from para_core.adapters.propose.region import ObservedRegion
 from para_core.adapters.propose.search import Failure, Search, reasons_of
 from para_core.adapters.propose.start import find_starts
 from para_core.adapters.registry import check_pipeline_or_model
+from para_core.comparison.virtual_ranks import with_same_weights
 from para_core.instance.modules import uncompiled
 from para_core.instance.private_class import original_class
 from para_core.plans.plan import Plan
@@ -47,7 +48,8 @@ def propose_plan(
 
     Args:
         transformer (`nn.Module`): A model that attends with ``scaled_dot_product_attention``. It is not
-            changed. Parameters that are zero hide errors, so use trained or random ones.
+            changed: a copy with the same weights runs, in eval mode. Parameters that are zero hide errors, so
+            use trained or random ones.
         example_inputs (`Sequence[Mapping[str, Any]]`): Keyword arguments of two calls that differ in one
             thing: the second has about ten image (video, audio) tokens more than the first. The number of
             text tokens and of samples must be equal, and no other length may equal either number of image
@@ -77,11 +79,12 @@ def propose_plan(
 
     Raises:
         TypeError: If ``transformer`` is no model or is inside a wrapper for training, if ``example_inputs``
-            does not hold mappings, or if an answer has the wrong type for its name.
+            does not hold mappings, if ``segment`` is no text, or if an answer has the wrong type for its name.
         ValueError: If no input of the model's blocks grows from the first call to the second, the second call
             fails, or the model does not call scaled_dot_product_attention. If an answer is None for a module
             or parameter that does not exist; or, if no plan was exact, for one to which a wider name in a guess
             gives a rule.
+        RuntimeError: If ``transformer`` cannot be copied.
     """
     check_pipeline_or_model(
         "model", transformer, "Pass its transformer: propose_plan(pipe.transformer, ...)."
@@ -90,7 +93,11 @@ def propose_plan(
     check_not_fsdp1(module, "transformer")
     check_not_wrapped(module, "transformer")
     examples = _require_examples(example_inputs)
+    if not isinstance(segment, str):
+        raise TypeError(f"segment is {segment!r}; expected a name of the tokens, such as 'image'.")
     require_answers(answers or {}, module)
+    # Each rank would drop other activations than one device does.
+    module = with_same_weights(module).eval()
     # Compile nothing: a mode sees what a function does only in eager code, and flex_attention, for example,
     # compiles itself.
     with torch.compiler.set_stance("force_eager"):

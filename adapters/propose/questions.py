@@ -116,9 +116,9 @@ def _ask_about_numbers(small: ObservedCall, large: ObservedCall) -> list[str]:
         if call.block_list is None:
             continue
         for parameter, value in call.arguments.items():
-            # A flag is a bool, which is an int too.
-            is_number = isinstance(value, int) and not isinstance(value, bool)
-            if is_number and value != larger_call.arguments.get(parameter):
+            larger = larger_call.arguments.get(parameter)
+            # As rules.py guesses. A flag is a bool, and a parameter that only one call has is no number of tokens.
+            if type(value) is int and type(larger) is int and value != larger:
                 questions.add(
                     f"{call.block_list}.*({parameter}): is it a number of tokens? FirstTokens and LastTokens shard "
                     "those."

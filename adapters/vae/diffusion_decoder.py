@@ -59,7 +59,7 @@ class DecoderRows:
         self.ranks = ranks
         # The sharded dim of videos [B, C, T, H, W]. None if nothing is sharded.
         self._dim: int | None = None
-        # Number of rows of each rank before upsampling. None while no rows are sharded.
+        # Number of rows of each rank before upsampling. None while no rows are sharded; set only while _dim is.
         self._sizes: Sizes | None = None
 
     @staticmethod
@@ -138,12 +138,10 @@ class DecoderRows:
             context = decoder.forward_stage_4(decoder.forward_stages_1_to_3(own))
             # Tokens are [B, T, H, W, C] and videos [B, C, T, H, W], so the row dim of tokens is one less.
             rows = _scale(sizes, context.shape[dim - 1] // own.shape[dim] * decoder.patch_size)
-            shape = [
-                z.shape[0],
-                decoder.out_channels,
-                *[size * decoder.patch_size for size in context.shape[1:4]],
-            ]
-            shape[2], shape[dim] = context.shape[1], sum(rows)
+            frames, height, width = context.shape[1:4]
+            shape = [z.shape[0], decoder.out_channels, frames, height, width]
+            shape[3:] = [size * decoder.patch_size for size in (height, width)]
+            shape[dim] = sum(rows)
             noise = randn_tensor(tuple(shape), generator=generator, device=z.device, dtype=z.dtype)
             noise = part_of(noise, RowTag(dim, rows), self.ranks).clone()
             video = decoder.denoise(

@@ -1,8 +1,9 @@
 """The families of autoencoders: all that is particular to a class, and the reasons why others are refused.
 Written for diffusers 0.42.
 
-``run.py`` reads the adapters, ``vae.py`` and ``pipeline.py`` ask whether a class is supported. UNets are in
-``adapters/models/unets.py``. Tests: tests/spatial/test_vaes.py.
+``run.py`` reads the adapters, ``vae.py`` and ``pipeline.py`` ask whether a class is supported, and ``call_check.py``
+and ``vae_compile.py`` which settings of tiles count. UNets are in ``adapters/models/unets.py``. Tests:
+tests/spatial/test_vaes.py.
 """
 
 from __future__ import annotations
@@ -89,8 +90,7 @@ class VaeAdapter:
 
 _KL = ("tiled_encode", "_tiled_encode", "tiled_decode")
 _CACHED_FRAMES = "a tile stores its last frames in its modules for the next call"
-# Classes whose methods have the usual names; those without tiling; and those whose method is the public
-# ``encode``.
+# Classes for which the defaults of VaeAdapter are right.
 _USUAL = (
     "AutoencoderDC",
     "AutoencoderKLCogVideoX",
@@ -104,12 +104,14 @@ _USUAL = (
 )
 # Classes that clear a cache of frames before each tile.
 _CLEARING = ("AutoencoderKLQwenImage", "AutoencoderKLQwenImage21", "AutoencoderKLWan")
+# Classes whose methods have the usual names, and that have no tiling.
 _UNTILED = (
     "AutoencoderKLCosmos",
     "AutoencoderKLKVAEAudio",
     "AutoencoderKLKVAEVideo",
     "AutoencoderKLLTX2Audio",
 )
+# Classes that encode and decode in the public methods themselves, and have no tiling.
 _WITH_ENCODE = (
     "AutoencoderKLMiniMaxH3Audio",
     "AutoencoderKLTemporalDecoder",
@@ -207,7 +209,8 @@ def dim_of_rows(x: Tensor) -> int:
 def rows_per_latent(vae: Any) -> int:
     """Return the number of pixel rows (or sound samples) per latent row, from the config or attributes of ``vae``.
 
-    Raises ``StopIteration`` if they tell neither a ratio nor the levels of the encoder.
+    Every class of ``VAES`` that encodes tells a ratio or the levels of its encoder; tests/spatial/test_vaes.py tries
+    all. Raises ``StopIteration`` for one that tells neither.
     """
     config = vae.config
     # Use vars() instead of getattr(), because the getattr of diffusers also looks in the config, and then

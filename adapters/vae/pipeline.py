@@ -23,7 +23,9 @@ class ParallelVae(FeatureChange):
     """The change that runs one autoencoder of a pipeline on all ranks of ``mesh``.
 
     Args:
-        same_bits: Whether it has the bytes of one process.
+        vae: The autoencoder.
+        mesh: Ranks that compute its rows, along all dims.
+        same_bits: Whether its result has the bytes of one process.
     """
 
     name = "the VAE"

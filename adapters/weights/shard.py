@@ -363,7 +363,7 @@ def check_can_be_sharded(pipe: Any, adapter: Adapter | None = None) -> None:
     for name, module in transformers_of(pipe).items():
         check_not_fsdp1(module, f"pipe.{name}")
         check_not_wrapped(module, f"pipe.{name}", adapter)
-        check_one_device(module, "the transformer")
+        check_one_device(module, f"pipe.{name}")
     check_one_device(pipe, "the pipeline")
     check_unmoved_weights(pipe)
 

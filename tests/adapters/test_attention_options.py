@@ -11,6 +11,7 @@ from diffusers import FlowMatchEulerDiscreteScheduler
 from para_core.adapters import apply_cache_on_pipe, parallelize_pipe, parallelize_transformer, unparallelize_pipe
 from para_core.attention import local
 from para_core.attention.schedule import AttentionSchedule
+from para_core.cache.branches import Branches
 from tests.adapters.test_pipelines import build, generate
 from tests.attention.fake_libraries import libraries_installed
 from tests.kernels.attention_cases import by_formula
@@ -26,40 +27,28 @@ def draw(pipe, **options):
     return pipe(**flux_call(**{"num_inference_steps": 5, **options})).images
 
 
-class ByHand:
-    """An ``attn_func`` that counts its calls."""
+def draw_in_every_way(ring, ulysses):
+    mesh, pipe, scales = cpu_mesh(ring, ulysses), small_pipe(), []
 
-    def __init__(self):
-        self.calls = 0
-
-    def __call__(self, query, key, value, *, attn_mask, dropout_p, is_causal, scale):
-        self.calls += 1
+    def by_hand(query, key, value, *, attn_mask, dropout_p, is_causal, scale):
+        scales.append(scale)
         out, lse = by_formula(query, key, value, scale=scale)
         return out.to(query.dtype), lse.float()
 
-
-def named_backends(function):
-    """Return the result of ``function``, and the backends with which local attention was called."""
-    with mock.patch.object(local, "check_backend", wraps=local.check_backend) as check_backend:
-        output = function()
-    return output, {call.args[0] for call in check_backend.call_args_list}
-
-
-def draw_in_every_way(ring, ulysses):
-    mesh, by_hand, pipe = cpu_mesh(ring, ulysses), ByHand(), small_pipe()
     expected = draw(pipe)
     outs = [draw(parallelize_pipe(pipe, mesh=mesh, attn_func=by_hand))]
-    calls = by_hand.calls
+    calls = len(scales)
     for options, allowed in (({"backend": "math"}, {"math"}), ({}, {None})):
-        out, named = named_backends(lambda options=options: draw(parallelize_pipe(pipe, mesh=mesh, **options)))
+        with mock.patch.object(local, "check_backend", wraps=local.check_backend) as check_backend:
+            outs.append(draw(parallelize_pipe(pipe, mesh=mesh, **options)))
+        named = {call.args[0] for call in check_backend.call_args_list}
         assert named <= allowed and (named or not options)
-        outs.append(out)
     assert max(relative_error(out, expected) for out in outs) < 1e-5
     # On one rank nothing is sent, so it changes nothing.
     error = relative_error(draw(parallelize_pipe(pipe, mesh=mesh, comm_dtype=torch.int8)), expected)
     assert 1e-5 < error < 0.05 if ring * ulysses > 1 else error == 0
     assert torch.equal(draw(unparallelize_pipe(pipe)), expected)
-    assert by_hand.calls == calls > 0
+    assert len(scales) == calls > 0
 
 
 @pytest.mark.parametrize("mesh", [(2, 1), (1, 2), (1, 1)])
@@ -74,12 +63,7 @@ def sage_schedule():
 def calls_by_step(pipe, calls, draw):
     """Return the output of ``draw``, and the number of calls of the library in each step."""
     totals = [calls.total()]
-
-    def callback(*_):
-        totals.append(calls.total())
-        return {}
-
-    out = draw(pipe, callback_on_step_end=callback)
+    out = draw(pipe, callback_on_step_end=lambda *_: {"": totals.append(calls.total())})
     return out, [after - before for before, after in pairwise(totals)]
 
 
@@ -90,25 +74,35 @@ def test_one_rank_follows_the_schedule_until_undone():
         out, steps = calls_by_step(pipe, calls, draw)
         assert relative_error(out, expected) < 1e-5
         assert steps == [0, 2, 2, 0, 0]
-        _, steps = calls_by_step(pipe, calls, partial(draw, num_inference_steps=3))
-        assert steps == [0, 0, 0]
-        _, steps = calls_by_step(parallelize_pipe(pipe, backend="math"), calls, draw)
-        assert steps == [0] * 5
+        assert calls_by_step(pipe, calls, partial(draw, num_inference_steps=3))[1] == [0, 0, 0]
+        assert calls_by_step(parallelize_pipe(pipe, backend="math"), calls, draw)[1] == [0] * 5
         # Another scheduler is counted by its own steps.
         parallelize_pipe(pipe, backend=sage_schedule())
-        scheduler, pipe.scheduler = pipe.scheduler, FlowMatchEulerDiscreteScheduler(shift=1.0)
-        assert calls_by_step(pipe, calls, partial(draw, num_inference_steps=6))[1] == [0, 2, 2, 2, 0, 0]
-        pipe.scheduler = scheduler
+        with mock.patch.object(pipe, "scheduler", FlowMatchEulerDiscreteScheduler(shift=1.0)):
+            assert calls_by_step(pipe, calls, partial(draw, num_inference_steps=6))[1] == [0, 2, 2, 2, 0, 0]
         parallelize_pipe(pipe, backend=AttentionSchedule("sage", first=0, last=0))
         assert calls_by_step(pipe, calls, draw)[1] == [2] * 5
-        # The last step is approximate, and no callback follows it. A call after the generation is exact.
-        draw(pipe)
+        # Calls in a callback, and after the generation, whose last step is approximate, are exact.
         total = calls.total()
+        draw(pipe, callback_on_step_end=lambda *_: {"": pipe.transformer(**flux_inputs(5, 3))})
         with torch.no_grad():
             pipe.transformer(**flux_inputs(5, 3))
-        assert calls.total() == total
+        assert calls.total() == total + 2 * 5
         assert torch.equal(draw(unparallelize_pipe(pipe)), expected)
         assert calls_by_step(pipe, calls, draw)[1] == [0] * 5
+
+
+@pytest.mark.parametrize("name", ["skyreels v2, forcing"], ids=["SkyReelsV2Transformer3DModel"])
+def test_a_schedule_counts_calls_per_branch_if_copies_of_the_scheduler_step(name):
+    pipe, totals = build(name), [0]
+    with libraries_installed() as calls:
+        parallelize_pipe(pipe, backend=sage_schedule())
+        pipe.transformer.register_forward_hook(lambda *_: totals.append(calls.total()))
+        for name_of in (Branches.name_of, lambda *_: None):
+            with mock.patch.object(Branches, "name_of", name_of):
+                generate(pipe, name, num_inference_steps=5)
+    # There are two branches in each step of two sections. Calls of unknown branches are exact.
+    assert [after - before for before, after in pairwise(totals)] == 2 * [0, 0, 2, 2, 2, 2, 0, 0, 0, 0] + 20 * [0]
 
 
 def follow_schedule(ring, ulysses):
@@ -148,6 +142,4 @@ def test_a_schedule_needs_its_library_and_a_pipeline():
             draw(pipe)
         pipe.transformer.transformer_blocks[0].attn.processor._attention_backend = None
         unparallelize_pipe(pipe)
-        with mock.patch.object(pipe, "scheduler", None), pytest.raises(ValueError, match="scheduler"):
-            parallelize_pipe(pipe, backend=sage_schedule())
     assert torch.equal(draw(pipe), expected)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from diffusers import FluxPipeline
 
-from para_core.adapters import apply_cache_on_pipe, parallelize_pipe, parallelize_transformer, shard_weights
+from para_core.adapters import Adapter, apply_cache_on_pipe, parallelize_pipe, parallelize_transformer, shard_weights
 from para_core.attention.schedule import AttentionSchedule
 from para_core.option_values import BACKENDS, EXACT_FORM, RING_STYLES
 from tests.adapters.agree.test_options import attend
@@ -31,7 +31,6 @@ LIBRARIES = [(name, package) for name, package in PACKAGES.items() if name in BA
 # The options, the error and words of its message.
 OPTIONS = [
     ({"assume_equal": "no"}, TypeError, "assume_equal is 'no'"),
-    ({"vae": "yes"}, TypeError, "vae is 'yes'"),
     ({"attn_func": 5}, TypeError, "attn_func is 5"),
     ({"rotate_method": ""}, ValueError, "rotate_method is ''"),
     *[
@@ -78,6 +77,7 @@ CALLS = [
         for given, named in ((None, "None"), ("a/path", "str"), (FluxPipeline, "FluxPipeline"), ({}, "dict"))
     ],
     (lambda: parallelize_transformer(MODELS["hunyuan"].build(), text="shard"), ValueError, "'shard' .*HunyuanVideo"),
+    (partial(Adapter, "Model", "Model", text="cut"), ValueError, "text is 'cut'; .*'shard' or 'replicate'"),
     (lambda: AttentionSchedule("fast"), ValueError, f"'fast'.*{', '.join(BACKENDS)}"),
     *[(partial(AttentionSchedule, "math", exact=name), ValueError, f"'{name}'.*flash") for name in EXACT_FORM],
     (lambda: AttentionSchedule("math", first=-1), ValueError, r"first.*-1"),

@@ -2,6 +2,7 @@
 
 import inspect
 from contextlib import nullcontext
+from functools import partial
 from itertools import pairwise
 from unittest import mock
 
@@ -72,11 +73,14 @@ def test_every_pipeline_is_followed_step_by_step(name):
     assert [position.time for _, position in taken] == pytest.approx([time for time, _ in taken], rel=1e-3)
 
 
-def test_timesteps_may_be_a_list():
+def test_timesteps_may_be_a_list_and_steps_at_one_timestep_are_those_of_tiles():
     scheduler, tracker = FlowMatchEulerDiscreteScheduler(), SchedulerTracker()
     scheduler.timesteps = [900, torch.tensor(0.5)]
     with tracker.follow(mock.Mock(scheduler=scheduler, _num_timesteps=2), print):
         assert tracker.next_position("cond") == (0, 2, 900.0)
+        scheduler.set_timesteps(3)
+        step = partial(scheduler.step, torch.ones(1), scheduler.timesteps[0], torch.ones(1))
+        assert [(tracker.note_call(), step())[0] for _ in range(3)] == [0, 1, None]
 
 
 @pytest.mark.parametrize("named", [True, False])

@@ -27,8 +27,8 @@ from para_core.adapters import (
     unparallelize_pipe,
     unparallelize_transformer,
 )
-from para_core.adapters.parallel.load_sharded import _cast_weights, _move_unsharded
-from para_core.adapters.parallel.mapped_files import dtypes_of, files_in
+from para_core.adapters.parallel.load_sharded import _cast_weights, _load_mapped, _move_unsharded
+from para_core.adapters.parallel.mapped_files import dtypes_of, files_in, map_each_weight
 from para_core.adapters.weights import fsdp_weights, staged_transformer, tensor_weights
 from tests.adapters.parallel.unchanged import same_pipe
 from tests.rank_pool import heartbeat
@@ -165,27 +165,26 @@ def folder(tmp_path_factory):
     return path
 
 
-class Mapped(FluxPipeline):
-    @classmethod
-    def from_pretrained(cls, *args, **kwargs):
-        pipe = super().from_pretrained(*args, **kwargs)
-        # The weights are pages of a file, which the ranks of a node share, and no copies.
-        lines = [line.split() for line in Path("/proc/self/maps").read_text().splitlines()]
-        pages = [line[0].split("-") for line in lines if line[-1].endswith(".safetensors")]
-        address = pipe.transformer.proj_out.weight.data_ptr()
-        assert any(int(start, 16) <= address < int(end, 16) for start, end in pages)
-        return pipe
+def test_each_weight_has_its_own_mapping_unless_the_loader_changed_it(folder):
+    pipe = _load_mapped(FluxPipeline, folder, {})
+    lines = [line.split() for line in Path("/proc/self/maps").read_text().splitlines()]
+    pages = [line[0].split("-") for line in lines if line[-1].endswith(".safetensors")]
+    addresses = [x.data_ptr() for x in (*pipe.transformer.parameters(), *pipe.vae.parameters())]
+    held = [{start for start, end in pages if int(start, 16) <= x < int(end, 16)} for x in addresses]
+    assert all(held) and len(set.union(*held)) == len(addresses)
+    bias = pipe.transformer.proj_out.bias
+    bias.data = changed = bias.data + 1
+    map_each_weight(pipe.transformer, weights_of(folder / "transformer"))
+    assert bias.data_ptr() == changed.data_ptr() and torch.utils.deterministic.fill_uninitialized_memory
 
 
 def load(folder, weights, dtype):
     mesh = mesh_of(METHODS[weights][0])
-    # Weights in another dtype than that of the file are converted.
-    cls = Mapped if dtype is None else FluxPipeline
     # A component of the caller keeps its dtype and its weights, also one that differs from the file in the middle.
     vae = AutoencoderKL.from_pretrained(folder / "vae")
     largest = max(vae.parameters(), key=torch.numel)
     largest.data.view(-1)[largest.numel() // 2] = 7
-    pipe = from_pretrained_sharded(cls, folder, mesh=mesh, weights=weights, dtype=dtype, vae=vae)
+    pipe = from_pretrained_sharded(FluxPipeline, folder, mesh=mesh, weights=weights, dtype=dtype, vae=vae)
     assert pipe.vae is vae and vae.dtype == torch.float32 and largest.numel() > 4096 and largest.max() == 7
     pipe.set_progress_bar_config(disable=True)
     assert isinstance(pipe.text_encoder_2, FSDPModule) == (weights == "fsdp")

@@ -16,6 +16,7 @@ from para_core.adapters.propose.conditions import guess_conditions
 from para_core.adapters.propose.larger_call import imagine_larger_calls
 from para_core.adapters.propose.overrides import with_answers
 from para_core.adapters.propose.proposal import Proposal, source_of
+from para_core.adapters.propose.questions import _ask_about_numbers
 from para_core.adapters.propose.records import ModuleCall, ObservedAttention, ObservedCall, TensorRecord
 from para_core.cache.blocks import BlockGroup, CachedBlocks
 from para_core.comparison.cached_call import CachedCallError
@@ -44,7 +45,6 @@ WEIGHTED = models.inputs_of_words(17), models.inputs_of_words(31)
 IMAGES = image(16, 20), image(16, 32)
 TOKENS = tokens_of(25), tokens_of(37)
 VIT = inputs_of("timm ViT", 0), inputs_of("timm ViT", 1)
-SD3 = inputs_of("Stable Diffusion 3.5")
 STREAMS = models.stream_inputs(25), models.stream_inputs(37)
 BLOCKS = [{"input": noise(1, tokens, 24)} for tokens in (25, 37, 31)]
 # The time step is an integer like the label, but it changes from step to step, so it identifies no branch.
@@ -59,7 +59,7 @@ EXACT = {
     "blocks with any arguments": (
         MMDiTX,
         (inputs_of("Stable Diffusion 3.5", 0), inputs_of("Stable Diffusion 3.5", 1)),
-        SD3,
+        inputs_of("Stable Diffusion 3.5"),
         {"joint_blocks.0": {"args[1]": IMAGE}},
     ),
     "a model of one size": (DiT, (DIT,), DIT, {}),
@@ -88,7 +88,7 @@ CONDITIONS = {"blocks with any arguments": ("context",), "a model of one size": 
 
 def propose_exact(model, examples, inputs, ranks=2, **options):
     """Propose a plan from ``examples``, and return the proposal if it is exact for ``inputs``."""
-    model = fill(model, seed=1).eval()
+    model = fill(model, seed=1).train()
     proposal = propose_plan(model, examples, **options)
     assert proposal.plan is not None, str(proposal)
     check = check_parallel(model, plan=proposal.plan, ranks=ranks, **inputs)
@@ -279,10 +279,10 @@ def test_a_decoder_fills_its_cache_on_every_rank():
         CachesOfCall([static]).gather([static], None, [Segment("tokens", 11)], one_rank("cpu"))
 
 
-def test_imagined_calls_have_one_more_token():
+def test_imagined_calls_have_one_more_token_and_numbers_that_grow_are_asked_about():
     sizes = {"x": (1, 64, 64), "text": (1, 7, 16), "temb": (1, 128), "table": (64, 64), "joint": (71, 8)}
     arguments = {name: record(*shape) for name, shape in sizes.items()}
-    arguments["cu_seqlens"] = replace(record(2, dtype=torch.int32), values=(0, 64))
+    arguments |= {"cu_seqlens": replace(record(2, dtype=torch.int32), values=(0, 64)), "first": 64, "flag": True}
     call = ModuleCall("blocks.0", "blocks", 0, 9, arguments, arguments["x"])
     observed = ObservedCall(calls=[call], attention=[ObservedAttention("blocks.0", 1, 71, 71, None)])
     first, second, *_ = imagine_larger_calls(observed)  # The others have one more token of text.
@@ -291,6 +291,7 @@ def test_imagined_calls_have_one_more_token():
         expected = {**sizes, "x": (1, 65, 64), "table": table, "joint": (72, 8)}
         assert {name: records[name].shape for name in sizes} == expected
         assert records["cu_seqlens"].values == (0, 65)
+    assert [question.partition(": ")[0] for question in _ask_about_numbers(observed, first)] == ["blocks.*(first)"]
 
 
 # -- No plan.
@@ -322,14 +323,15 @@ REFUSED = [
     (DiT, (DIT, {**DIT, "x": torch.randn(2, 4, 12, 12)}), r"second: RuntimeError: .*49.*example_inputs=\(inputs,\)"),
     (models.lists_by_hand, IMAGES, r"softmax .*transformer\.layers\.0\.0 .*\[2, 3, 20, 20\]"),
     (painter, (PAINTER[0], PAINTER[0]), r"Painter.* module lists"),
+    (models.lists, IMAGES, "segment"),
     *[(models.lists, examples, "example_inputs") for examples in (IMAGES[0], (), IMAGES * 2, ("x", "y"))],
 ]
 
 
 @pytest.mark.parametrize(("make", "examples", "message"), REFUSED)
 def test_model_or_examples_are_refused(make, examples, message):
-    with pytest.raises(TypeError if message == "example_inputs" else ValueError, match=message):
-        propose_plan(fill(make(), seed=1), examples)
+    with pytest.raises(TypeError if message in ("example_inputs", "segment") else ValueError, match=message):
+        propose_plan(fill(make(), seed=1), examples, segment=None if message == "segment" else "image")
 
 
 # -- Answers.
@@ -338,8 +340,7 @@ def test_model_or_examples_are_refused(make, examples, message):
 def test_answers_replace_guesses():
     answers = {"(x)": IMAGE, "": Gather(1, "image"), "CachedBlocks": None, "samples": None}
     proposal = propose_exact(models.encoder(), TOKENS, tokens_of(31), answers=answers)
-    assert (proposal.plan.inputs, proposal.plan.inner) == ({"x": IMAGE}, {})
-    assert proposal.plan.outputs == {"": Gather(1, "image")}
+    assert proposal.plan == rules.Plan({"x": IMAGE}, {"": Gather(1, "image")}, ("image",))
     assert proposal.questions == ()
     # Tokens are sharded at the model's input, so text alone is sharded at the first block.
     proposal = propose_exact(models.painter_of_words(), WEIGHTED, WEIGHTED[1], answers={"(latents)": IMAGE})
@@ -355,6 +356,7 @@ def test_answers_replace_guesses():
     assert propose_plan(fill(padded, seed=1), TOKENS).plan is None
     proposal = propose_exact(padded, TOKENS, tokens_of(31), answers={"blocks.*": by_heads})
     assert proposal.plan.attention == {"blocks.*": by_heads}
+    assert propose_plan(fill(models.rotated(), seed=1), TOKENS, answers={"joint_order": ()}).plan is None
     wrong = {"positions": Split(0, like="image", then_replicated=True)}
     proposal = propose_plan(fill(painter(), seed=1), PAINTER, answers={"layers.*(positions)": wrong["positions"]})
     assert proposal.plan is None and proposal.guess.inner["layers.*"] == wrong
