@@ -310,8 +310,8 @@ def _linear_by_columns(mesh: DeviceMesh, call: Callable[..., Any], linear: Any, 
         x = DTensor.from_local(x, mesh, [Replicate()], run_check=False).to_local(grad_placements=[Partial()])
     if consists_of_tensors(weight):
         # A quantized weight contains DTensors, which can be multiplied only with DTensors.
-        out: Tensor = call(linear, DTensor.from_local(x, mesh, [Replicate()], run_check=False)).to_local()
-        return out
+        out: Tensor = call(linear, _rows_as_dtensor(x, mesh, Replicate())).to_local()
+        return out.reshape(*x.shape[:-1], -1)
     if bias is not None:
         bias = bias.to_local()
     return F.linear(x, weight.to_local(), bias)
@@ -325,16 +325,26 @@ def _linear_by_rows(mesh: DeviceMesh, call: Callable[..., Any], linear: Any, /, 
     """
     weight, bias = linear.weight, linear.bias
     if consists_of_tensors(weight):
-        part, bias = call(linear, DTensor.from_local(x, mesh, [Shard(-1)], run_check=False)), None
-    else:
-        # Multiply plain tensors: under torch.compile, DTensor cannot trace a product whose length is a
-        # product of three symbols (torch/fx/experimental/proxy_tensor.py, _build_proxy_for_sym_expr).
-        part = DTensor.from_local(F.linear(x, weight.to_local()), mesh, [Partial()], run_check=False)
+        rows: DTensor = call(linear, _rows_as_dtensor(x, mesh, Shard(-1)))
+        return rows.redistribute(mesh, [Replicate()]).to_local().reshape(*x.shape[:-1], -1)
+    # Multiply plain tensors: under torch.compile, DTensor cannot trace a product whose length is a product of
+    # three symbols (torch/fx/experimental/proxy_tensor.py, _build_proxy_for_sym_expr).
+    part = DTensor.from_local(F.linear(x, weight.to_local()), mesh, [Partial()], run_check=False)
     out: Tensor = part.redistribute(mesh, [Replicate()]).to_local()
     if bias is None:
         return out
     out = out + bias.to_local()
     return out
+
+
+def _rows_as_dtensor(x: Tensor, mesh: DeviceMesh, placement: Placement) -> DTensor:
+    """Return ``x``, ``[..., C]``, as a DTensor ``[rows, C]``, to be multiplied with a quantized weight.
+
+    DTensor caches how it shards a product by the sizes and strides of ``x``, unless a size is symbolic. In a
+    graph for all image sizes, the text that was split from text and image tokens has plain sizes, and in its
+    batch dim a symbolic stride, which cannot be hashed. Two dims have no such stride.
+    """
+    return DTensor.from_local(x.reshape(-1, x.shape[-1]), mesh, [placement], run_check=False)
 
 
 def _norm_over_ranks(call: Callable[..., Any], norm: Any, /, x: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
+from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
 from benchmarks.harness import fake_group
 from para_core import init_context_parallel_mesh
@@ -212,6 +213,17 @@ def normalize_in_float64():
     assert relative_error(model(x), expected) < 1e-14
 
 
+def trace_a_split_text_with_quantized_weights():
+    model, x = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)), torch.randn(1, 12, 32)
+    layers = {"0": Linear("colwise"), "1": Linear("rowwise")}
+    shard_tensors(model, TensorPlan(layers), init_device_mesh("cpu", (2,)))
+    quantize_(model, Int8WeightOnlyConfig())
+    expected = model(x[:, :5])
+    # A batch of one keeps the symbolic stride of all tokens.
+    run = torch.compile(lambda x: model(x.split([5, x.shape[1] - 5], 1)[0].contiguous()), backend="eager")
+    assert all(relative_error(run(x[:, :length].contiguous()), expected) < 1e-6 for length in (8, 12))
+
+
 # Gradients of these weights are refused.
 TRAINED = {"wan, image context": "blocks.0.attn2.to_k.bias", "flux": "transformer_blocks.0.attn.norm_q.weight"}
 
@@ -253,6 +265,7 @@ def check_gradients():
         (refusals_on_ranks, 2, ()),
         (check_gradients, 2, ()),
         (normalize_in_float64, 2, ()),
+        (trace_a_split_text_with_quantized_weights, 2, ()),
     ],
 )
 def test_heads_on_tensor_ranks_are_exact_or_refused(rank_pool, check, ranks, arguments):
