@@ -108,6 +108,9 @@ def range_of_seen_keys(mask: Tensor) -> Tensor | None:
 
     Args:
         mask: ``[B or 1, H or 1, S_q or 1, S_k or 1]``. It must have four dims, as the kernel requires.
+
+    >>> range_of_seen_keys(torch.tensor([True, False, True, False]).view(1, 1, 1, 4)).tolist()
+    [[[0, 3]]]
     """
     if mask.dtype != torch.bool or mask.shape[1] > 1 or mask.shape[2] > 1 or mask.shape[3] == 1:
         return None
