@@ -79,8 +79,9 @@ def check_triton_call(
     """Raise ``RuntimeError`` unless Triton is installed and a kernel for ``dtypes`` supports the tensors.
 
     With the first argument bound this is a :class:`~para_core.attention.backends.backend.CheckCall`, whose
-    other arguments it does not need: the kernels take any mask. Of the devices only a CPU is refused. Triton
-    itself raises for a GPU that it does not support.
+    other arguments it does not need: the kernels take any mask. Of the devices only a CPU is refused. The launch
+    refuses a GPU before compute capability 8.0 (:func:`~para_core.kernels.attention_configs.row_of`), on its rank
+    alone, because Dynamo, which traces this function, cannot trace the cached question for the capability.
     """
     if not has_triton():
         raise RuntimeError(
