@@ -366,8 +366,7 @@ def use_layouts():
         with pytest.raises(ZeroDivisionError), cp.using(cp.sequence(3)):
             1 / 0  # noqa: B018
         assert cp._explicit is None
-        other = SequenceLayout((Segment("image", 9),), 4)
-        outs["ranks"] = outcome(lambda: cp.using(other).__enter__())
+        outs["ranks"] = outcome(lambda: cp.using(SequenceLayout((Segment("image", 9),), 4)).__enter__())
     with UnifiedAttnMode(mesh, layout=layout) as cp:
         outs["layout="] = attend(cp)
     with UnifiedAttnMode(mesh) as cp:
