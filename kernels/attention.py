@@ -40,7 +40,7 @@ def attention(
 
     Raises:
         TypeError: If the dtypes differ or are not supported.
-        ValueError: If the shapes do not fit, or a head dim is too large.
+        ValueError: If the shapes of query, key, value and mask do not fit, or a head dim is too large.
     """
     check_tensors(query, key, value, mask)
     out_so_far, lse_so_far = so_far or (None, None)

@@ -89,7 +89,8 @@ class Config(NamedTuple):
 # Block sizes by kind of GPU and head dim. Another head dim uses the row of the next larger one. These are the
 # largest tiles that the compiler keeps in registers (in causal calls, and in calls that continue a partial
 # result, which need the most registers), with as many stages as fit in shared memory. Tiles of head dim 256
-# spill some registers.
+# spill some registers. All rows have the same head dims, and at least 32 keys per tile, those of a word of a
+# mask of bits.
 TABLE: Mapping[int, Mapping[int, Config]] = {
     80: {
         64: Config(128, 64, 4, 3),
@@ -239,5 +240,7 @@ def row_of_dim(head_dim: int) -> int:
 
     >>> [row_of_dim(dim) for dim in (8, 64, 80, 128, 192)]
     [64, 64, 96, 128, 256]
+    >>> all(list(row) == list(TABLE[80]) for row in TABLE.values())
+    True
     """
     return next(dim for dim in TABLE[80] if head_dim <= dim)

@@ -79,7 +79,7 @@ def attention(
 
     Raises:
         TypeError: If the dtypes differ or are not supported.
-        ValueError: If the shapes do not fit, or a head dim is too large.
+        ValueError: If the shapes of query, key, value and mask do not fit, or a head dim is too large.
     """
     if query.dtype not in INT8_DTYPES:
         raise TypeError(
@@ -108,6 +108,9 @@ def attention(
 def round_keys(key: Tensor) -> RoundedKeys:
     """Subtract from ``key`` ``[B, H_kv, S_k, D]`` its mean over dim 2, and round to 8 bits.
     S_k is at least 1.
+
+    An integer cannot be NaN. A key that is not finite makes the mean so, too, and by the mean the attention
+    kernel makes all results of the head NaN.
     """
     batch, heads, num_keys, width = key.shape
     if key.stride(-1) != 1:

@@ -43,7 +43,7 @@ def attention(
     if scale is None:
         scale = query.shape[-1] ** -0.5
     mean = key.mean(2, dtype=torch.float32)
-    if not smooth:
+    if not smooth or key.shape[2] == 0:  # The mean of no keys is NaN.
         mean = torch.zeros_like(mean)
     rounded_key, key_steps = round_rows(key.float() - mean[:, :, None])
     rounded_query, query_steps = round_rows(query.float())

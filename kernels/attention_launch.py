@@ -43,7 +43,10 @@ class RoundedKeys(NamedTuple):
 
 
 def check_tensors(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> None:
-    """Raise ``TypeError`` or ``ValueError`` if the kernel does not support the dtypes or shapes of these tensors."""
+    """Raise ``TypeError`` or ``ValueError`` if the kernel does not support the dtypes or shapes of these tensors.
+
+    Nothing checks ``key_ranges`` and ``so_far``: with other shapes the kernel would read other memory.
+    """
     if query.dtype not in DTYPES or key.dtype != query.dtype or value.dtype != query.dtype:
         raise TypeError(
             f"query, key and value are {query.dtype}, {key.dtype} and {value.dtype}; expected one of float16, bfloat16 "
@@ -68,6 +71,11 @@ def check_tensors(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
         )
     if mask is None:
         return
+    # The kernel would read bytes of uint8 as bools, which the reference adds to the scores.
+    if mask.dtype not in (torch.bool, torch.int32) and not mask.is_floating_point():
+        raise TypeError(
+            f"mask is {mask.dtype}; expected bool, a floating-point dtype, or int32 as from pack_bits."
+        )
     num_keys = key.shape[2]
     sizes = [(1, batch), (1, heads), (1, num_queries), (1, num_keys)]
     if mask.dtype == torch.int32:
@@ -188,8 +196,8 @@ def _strides(x: Tensor) -> list[int]:
 
 
 def split_head_dim(dim: int, *, least: int = 16) -> tuple[int, int]:
-    """Split a head dim into one or two blocks, powers of 2 of at least ``least``. The second is smaller, or 0
-    for none.
+    """Split a head dim into one or two blocks, powers of 2 of at least ``least``, by default the smallest that
+    ``tl.dot`` takes. The second is smaller, or 0 for none.
 
     >>> [split_head_dim(dim) for dim in (8, 64, 80, 96, 120, 192)]
     [(16, 0), (64, 0), (64, 16), (64, 32), (128, 0), (128, 64)]

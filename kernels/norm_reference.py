@@ -21,20 +21,21 @@ def moments(x: Tensor, groups: int) -> Tensor:
         Float32, or float64 for float64 input. The variance is divided by the number of elements
         (``correction=0``).
     """
-    if x.is_cpu and x.dtype in (torch.float32, torch.float64):
+    if x.dtype not in (torch.float32, torch.float64):
+        # In float32, because var_mean of 16 bits rounds its results to these, and E[x²] - E[x]² loses the variance
+        # of numbers far from zero. One group at a time, to need no float32 copy of the input; a compiler makes
+        # none.
+        parts = [x]
+        if not torch.compiler.is_compiling():
+            parts = list(x.chunk(groups, 1))
+        return torch.cat([moments(part.float(), groups // len(parts)) for part in parts], 2)
+    if x.is_cpu:
         return torch.stack(_moments_on_cpu(x, groups))
     grouped = x.unflatten(1, (groups, -1))
     if x.is_contiguous():
         grouped = grouped.flatten(2)
     dims = tuple(range(2, grouped.ndim))
-    if grouped.dtype in (torch.float32, torch.float64):
-        return torch.stack(torch.var_mean(grouped, dims, correction=0))
-    # For 16-bit dtypes, avoid a float32 copy of the input. E[x²] - E[x]² in float32 has an error far below
-    # the precision of 16 bits.
-    count = grouped[0, 0].numel()
-    mean = torch.sum(grouped, dims, dtype=torch.float32) / count
-    square = torch.linalg.vector_norm(grouped, 2, dims, dtype=torch.float32).square() / count
-    return torch.stack([(square - mean.square()).clamp_min(0), mean])
+    return torch.stack(torch.var_mean(grouped, dims, correction=0))
 
 
 def _moments_on_cpu(x: Tensor, groups: int) -> tuple[Tensor, Tensor]:
@@ -69,6 +70,8 @@ def normalize(
     eps: float,
 ) -> Tensor:
     """Return the group norm of this rank's rows, given the statistics of all ranks; in the dtype of ``x``.
+
+    Without a gradient, which ``out=`` refuses: the exchange of the statistics has refused it before.
 
     Args:
         x: ``[B, C, ...]``.

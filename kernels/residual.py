@@ -29,7 +29,7 @@ NUM_WARPS = 4
 BLOCK = 1024
 # Number of blocks that a program sums one after the other. tests/simulated_gpu/install.py replaces both numbers.
 BLOCKS_PER_CHUNK = 16
-MOST_RESIDUALS = 3
+MOST_RESIDUALS = 3  # The x, y and z of forecast_kernel.
 
 
 @triton.jit

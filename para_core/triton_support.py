@@ -1,7 +1,9 @@
 """Loading of Triton kernels, if this machine can run them. Otherwise callers use plain PyTorch.
 
-The kernels are in ``kernels/``, each with a plain reference. Tests: tests/kernels/test_old_gpus.py,
-tests/test_products.py.
+The kernels are in ``kernels/``, each with a plain reference. Operators load theirs by :func:`load_kernel`:
+:mod:`para_core.attention.merge`, ``pack_ops`` and ``swap`` there, :mod:`para_core.cache.residual_operators`,
+:mod:`para_core.spatial.norm` and :mod:`para_core.products`. The backends of attention import theirs without it,
+and refuse a call instead. Tests: tests/kernels/test_old_gpus.py, tests/test_products.py.
 """
 
 from __future__ import annotations

@@ -48,6 +48,12 @@ class AttnOptions:
             raise ValueError(f"rotate_method is {self.rotate_method!r}; expected one of {expected}.")
         for other in self.others:
             other.check_method(self.rotate_method)
+        by_position = [other.option for other in self.others if other.by_position]
+        if len(by_position) > 1:
+            raise ValueError(
+                f"{' and '.join(by_position)} each decide which keys a query sees, and none knows of the other; "
+                "expected one of them at most."
+            )
         if not (self.backend is None or isinstance(self.backend, str)):
             raise TypeError(
                 f"backend is {self.backend!r}; expected a name. An AttentionSchedule is for parallelize_pipe, which "

@@ -68,6 +68,8 @@ class BlockRows:
                 self.in_order.append((peer, number))
             elif peer == index:
                 self.in_order.append((index, number))
+            # All peers begin a replicated piece at one place. They come in ascending order, because only the
+            # later half of a balanced segment descends, so the last of them ends it.
             if not piece.replicated or peer == width - 1:
                 self.size = self.size + piece.length
         self.of_peers = of_peers

@@ -80,8 +80,8 @@ torch.library.register_fake("para_core::merge_", lambda *_: None, lib=LIBRARY)
 
 
 def _operators(x: Tensor) -> tuple[Merge, Callable[..., None]]:
-    """Return the operators that merge results like ``x``, and merge in place; if only the kernel would see a
-    call, its function, because the dispatcher would cost the host as much as two of the operators inside.
+    """Return the operators that merge results like ``x``, and merge in place; if nothing would see a call but
+    their kernels, these functions, because the dispatcher costs the host as much as two of the operators inside.
     """
     is_seen = torch.compiler.is_compiling() or type(x) is not Tensor
     if is_seen or num_dispatch_modes() > 0 or innermost_transform() is not None:
@@ -105,8 +105,9 @@ class Merged:
     count = 0
     out: Tensor
     lse: Tensor
-    # What merges further partial results in place.
-    _merge_in_place: Callable[..., None] = staticmethod(torch.ops.para_core.merge_.default)
+    # The operator or function that merges further partial results in place. The second :meth:`add` chooses it;
+    # this one remains if :meth:`replace` brought the second result.
+    _add_in_place: Callable[..., None] = staticmethod(torch.ops.para_core.merge_.default)
 
     def __init__(self) -> None:
         self.choices: dict[Any, int] = {}
@@ -114,8 +115,9 @@ class Merged:
     def add(self, out: Tensor, lse: Tensor) -> None:
         """Merge a partial result into the accumulator. Differentiable if gradients are enabled.
 
-        The first result is kept as it is, also its dtype. Whether gradients are enabled must not change
-        between the calls for one accumulator.
+        The first result is kept as it is, also its dtype. ``out`` is finite also in rows whose ``lse`` is -inf,
+        because it is multiplied by 0 there. Whether gradients are enabled must not change between the calls for
+        one accumulator.
         """
         self.count += 1
         if self.count == 1:
@@ -124,11 +126,11 @@ class Merged:
             self.out, self.lse = merge_reference.merge(self.out.to(self.lse.dtype), self.lse, out, lse)
         elif self.count == 2:
             # Do not merge in place, because a user's attn_func may still use the first partial result.
-            merge, self._merge_in_place = _operators(out)
+            merge, self._add_in_place = _operators(out)
             self.out, self.lse = merge(self.out, self.lse, out, lse)
         else:
             # The tensors of the second step are this object's own, so they may be overwritten.
-            self._merge_in_place(self.out, self.lse, out, lse)
+            self._add_in_place(self.out, self.lse, out, lse)
 
     def replace(self, out: Tensor, lse: Tensor) -> None:
         """Replace the merged result by one into which a kernel has already merged one more partial result."""

@@ -30,7 +30,8 @@ class AttentionOption:
         by_position: Whether the positions of tokens in the sequence decide which keys a query sees: directly,
             by a mask over blocks of positions, or because queries at some positions are observed to choose
             the keys. Queries are then brought into the order of the sequence, plain SDPA alone does not
-            compute the call, and Attention2D, which knows no such masks, is replaced by a ring.
+            compute the call, and Attention2D, which knows no such masks, is replaced by a ring. Two such
+            options exclude each other, because observed queries would choose keys that a mask hides.
         needs_all_ranks: Whether a call involves all ranks even if every rank holds all keys.
         by_step: Whether an AttentionSchedule may choose it for some steps.
         has_gradient: Whether it applies to calls that require a gradient, too. Otherwise these leave it out.

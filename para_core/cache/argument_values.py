@@ -132,7 +132,7 @@ class Leaf(NamedTuple):
         return self.version is not None and version_of(self.value) != self.version
 
 
-def tensor_leaf(value: Tensor, keep: bool) -> Leaf:
+def tensor_leaf(value: Tensor, *, keep: bool) -> Leaf:
     """Return the leaf of a tensor. A large one is not kept alive, unless ``keep`` is set."""
     reference: Any = (value,)
     if not keep and value.nbytes > _MAX_KEPT_BYTES:
@@ -141,7 +141,7 @@ def tensor_leaf(value: Tensor, keep: bool) -> Leaf:
     version = None
     if is_plain and not value.is_inference():
         version = version_of(value)
-    return Leaf(reference, True, is_plain, version)
+    return Leaf(reference, is_tensor=True, is_plain=is_plain, version=version)
 
 
 def leaf_of(value: Any) -> Leaf:
@@ -183,7 +183,7 @@ def argument_leaves(arguments: Mapping[str, Any]) -> Leaves:
         if value is None or type(value) in _SCALARS:
             leaves[name] = Leaf((value,))
         elif type(value) is Tensor and value.nbytes <= _MAX_KEPT_BYTES and not value.is_inference():
-            leaves[name] = Leaf((value,), True, True, version_of(value))
+            leaves[name] = Leaf((value,), is_tensor=True, is_plain=True, version=version_of(value))
         elif type(value) is dict and not value:
             leaves[name] = Leaf((dict,))
         else:
@@ -248,11 +248,13 @@ def _items_of(value: Any) -> dict[str, Any] | None:
             **cells,
             **own,
         }
-    if is_dataclass(value):
-        return {f".{each.name}": getattr(value, each.name, None) for each in fields(value)}
-    if isinstance(value, (nn.Module, torch.Generator, types.CodeType, types.ModuleType)):
-        return None
     attributes = getattr(value, "__dict__", None)
+    if is_dataclass(value):
+        # One with slots has no __dict__; another may have attributes that are no fields.
+        of_fields = {each.name: getattr(value, each.name, None) for each in fields(value)}
+        attributes = {**of_fields, **(attributes or {})}
+    elif isinstance(value, (nn.Module, torch.Generator, types.CodeType, types.ModuleType)):
+        return None
     if not isinstance(attributes, dict):
         return None
     return {f".{name}": item for name, item in attributes.items()}

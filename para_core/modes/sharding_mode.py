@@ -36,9 +36,9 @@ TraceSafeLayout = tuple[tuple[str, Length, bool, bool, int], ...]
 class ShardingMode(TorchFunctionMode):
     """A torch function mode that shards and gathers tensors over the ranks of ``mesh``.
 
-    The mode keeps the layouts of the sequences that were sharded through it, until it is left.
-    ``assume_equal`` skips the small exchange in eager code that turns invalid input on one rank into an error
-    on all ranks.
+    The mode keeps the layouts of the sequences that were sharded through it, until it is left. Entering it
+    forgets those that were sharded before. ``assume_equal`` skips the small exchange in eager code that turns
+    invalid input on one rank into an error on all ranks.
     """
 
     def __init__(self, mesh: SequenceMesh, *, assume_equal: bool) -> None:
@@ -49,6 +49,8 @@ class ShardingMode(TorchFunctionMode):
         # The sequences that were sharded through this mode or declared replicated, in the order of these
         # calls. The tuple becomes empty when the mode is left.
         self._known: TraceSafeLayout = ()
+        # Whether a balanced sequence was among those that were last forgotten, in eager code.
+        self._forgot_balanced = False
         # Whether gather was called after the last shard in a graph, so that the next shard there begins a new
         # call. In eager code nothing reads it. A graph that shards and never gathers leaves it False, and the
         # next call goes on with the sequences of this one.
@@ -56,7 +58,7 @@ class ShardingMode(TorchFunctionMode):
 
     def __enter__(self) -> Self:
         if self._depth == 0:
-            self._set_known(())
+            self._forget()
             self._begin()
         self._depth += 1
         super().__enter__()  # type: ignore[no-untyped-call]
@@ -71,8 +73,14 @@ class ShardingMode(TorchFunctionMode):
         super().__exit__(exc_type, exc_val, exc_tb)  # type: ignore[no-untyped-call]
         self._depth -= 1
         if self._depth == 0:
-            self._set_known(())
+            self._forget()
             self._end()
+
+    def _forget(self) -> None:
+        """Forget the known sequences, also those that were sharded before the mode was entered."""
+        if not torch.compiler.is_compiling():
+            self._forgot_balanced = any(segment.balanced for segment in segments_of(self._known))
+        self._set_known(())
 
     def _begin(self) -> None:
         """Prepare for use when the outermost context of the mode is entered. Does nothing unless overridden."""
@@ -134,11 +142,17 @@ class ShardingMode(TorchFunctionMode):
 
     def _only_sequence(self, num_tokens: int) -> SequenceLayout:
         """Return the layout of the only sequence that was sharded through this mode; if there is none, equal
-        parts, of which this rank has ``num_tokens`` tokens. Raise ``ValueError`` if there are several.
+        parts, of which this rank has ``num_tokens`` tokens. Raise ``ValueError`` if there are several, or a
+        balanced one was forgotten, whose tokens would be put together in another order.
         """
         sequences = [segment for segment in segments_of(self._known) if not segment.replicated]
         if len(sequences) == 1:
             return SequenceLayout((sequences[0],), self._mesh.ranks)
+        if not sequences and self._forgot_balanced:
+            raise ValueError(
+                "a sequence was sharded with balance='causal' before this mode was entered or left, which forgot it. "
+                "Shard and gather inside the mode, or pass sequence=cp.sequence(total, balance='causal')."
+            )
         if not sequences:
             return self.sequence(num_tokens * self._mesh.ranks)
         raise ValueError(
@@ -219,13 +233,14 @@ class ShardingMode(TorchFunctionMode):
             dim (`int`): The sharded dim.
             sequence (:class:`SequenceLayout`, *optional*): The layout of the whole sequence. Required inside
                 a compiled function and if several sequences were sharded through this mode. Defaults to the
-                only sequence that was sharded through this mode, or to equal parts if there was none.
+                only sequence that was sharded since the mode was entered, or to equal parts if there was
+                none.
 
         Raises:
             TypeError: If ``y`` is no tensor or ``sequence`` no layout. In eager code all ranks raise.
-            ValueError: If ``dim`` is out of range, a rank's part does not have the length that the layout
-                gives it, or ``sequence`` is missing and several sequences are known. In eager code all ranks
-                raise.
+            ValueError: If ``dim`` is out of range, or a rank's part does not have the length that the layout
+                gives it; if ``sequence`` is missing, also if several sequences are known, or a balanced one was
+                sharded before the mode was entered or left. In eager code all ranks raise.
             RuntimeError: If ``sequence`` is missing inside a compiled function.
         """
         if sequence is None and torch.compiler.is_compiling():

@@ -202,6 +202,7 @@ REFUSED = {
     "dtypes": (TypeError, "float16", [*FIVE[:2], FIVE[2].half()], None),
     "mask": (ValueError, r"mask is \[5, 5\]", FIVE, torch.ones(5, 5)),
     "mask of fewer keys": (ValueError, r"mask is \[1, 1, 5, 3\]", FIVE, torch.ones(1, 1, 5, 3, dtype=torch.bool)),
+    "mask of numbers": (TypeError, "mask is .*uint8", FIVE, torch.ones(1, 1, 5, 5, dtype=torch.uint8)),
     "words of more rows": (ValueError, r"mask is \[1, 1, 6, 1\]", FIVE, torch.ones(1, 1, 6, 1, dtype=torch.int32)),
     "words": (ValueError, r"5 keys; .*1 ", FIVE, torch.ones(1, 1, 5, 5, dtype=torch.int32)),
     "int8, float32": (TypeError, r"query .*torch\.float32; .*float16 .*bfloat16", FIVE, None),
@@ -253,8 +254,7 @@ KINDS = ("causal, later queries", "bool mask", "bias", "padded segments", "nothi
 )
 def test_kernel_rounds_as_its_reference_does(shape, kind):
     num_queries, num_keys, sizes = SHAPES[shape]
-    tensors = with_outliers(num_queries, num_keys, **sizes)
-    query, key, value = tensors
+    query, key, value = tensors = with_outliers(num_queries, num_keys, **sizes)
     query[:, :, 0] = 0
     # Keys whose last dim has another stride are copied.
     key = key.mT.contiguous().mT if shape == "40 keys" else key
@@ -284,7 +284,7 @@ def test_continued_ring_merges_different_means(is_causal):
     query, key, value = with_outliers(18, 30, 24, batch=1, key_heads=1)
     key[:, :, 12:] += 3
     so_far = expected = None
-    for start, end in pairwise([0, 7, 19, 30]):
+    for start, end in pairwise([0, 7, 7, 19, 30]):
         part = (query, key[:, :, start:end], value[:, :, start:end])
         options = {"is_causal": is_causal, "query_offset": 12, "key_offset": start, "out_dtype": torch.float32}
         so_far = attention_int8.attention(*part, **options, so_far=so_far)
@@ -306,8 +306,7 @@ def test_nonfinite_element_is_seen(bad, which):
     arrays[which][0, 1, 3, 7] = bad
     out, lse = attention_int8.attention(*arrays[:3], mask=arrays[3] if which == 3 else None)
     assert out[0, 0].isfinite().all()
-    affected = out[0, 1] if which == 1 else out[0, 1, 3]
-    assert affected.isnan().all()
+    assert (out[0, 1] if which == 1 else out[0, 1, 3]).isnan().all()
     assert lse[0, 1, 3].isnan()
 
 

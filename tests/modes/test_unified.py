@@ -270,22 +270,25 @@ def shard_and_gather():
     layout = SequenceLayout((Segment("text", 2, replicated=True), Segment("image", 5)), 4)
     with torch.no_grad(), UnifiedAttnMode(cpu_mesh(2, 2)) as cp:
         cp.intercepted = True  # This test is about splitting only.
-        wholes = [x.to(dtype) for dtype in DTYPES]
-        gathered = [cp.gather(cp.shard(whole, dim=1), dim=1) for whole in wholes]
-        for whole, dim, sequence in ((x, 1, None), (x, -2, None), (x, 1, layout), (x[:, :2], 1, cp.sequence(2))):
+        balanced = cp.sequence(7, balance="causal")
+        cases = (x, -2, None), (x, 1, layout), (x[:, :2], 1, cp.sequence(2)), (x, 1, balanced)
+        for whole, dim, sequence in (*[(x.to(dtype), 1, None) for dtype in DTYPES], *cases):
             part = cp.shard(whole, dim=dim, sequence=sequence)
-            results.append((part, torch.equal(cp.gather(part, dim=dim, sequence=sequence), whole)))
-    return results, [torch.equal(out.double(), whole.double()) for out, whole in zip(gathered, wholes, strict=True)]
+            is_whole = torch.equal(cp.gather(part, dim=dim, sequence=sequence).double(), whole.double())
+            results.append((part.double(), is_whole and part.is_contiguous()))
+    with pytest.raises(ValueError, match="balance='causal'"):
+        cp.gather(part, dim=1)
+    return results
 
 
 def test_shard_and_gather_are_inverse(rank_pool):
     x = torch.arange(3 * 7 * 2).view(3, 7, 2)
-    for rank, (results, dtypes) in enumerate(rank_pool.run(shard_and_gather, 4)):
+    for rank, results in enumerate(rank_pool.run(shard_and_gather, 4)):
         own, text, image = (whole.tensor_split(4, dim=1)[rank] for whole in (x, x[:, :2], x[:, 2:]))
-        expected = [own, own, torch.cat([x[:, :2], image], dim=1), text]
+        both_ends = torch.cat([x.tensor_split(8, dim=1)[part] for part in (rank, 7 - rank)], dim=1)
+        expected = [*map(own.to, DTYPES), own, torch.cat([x[:, :2], image], dim=1), text, both_ends]
         for (part, is_whole), right in zip(results, expected, strict=True):
-            assert torch.equal(part, right) and part.is_contiguous() and is_whole
-        assert all(dtypes), dtypes
+            assert torch.equal(part, right.double()) and is_whole, right.dtype
 
 
 def join(first, second):
@@ -333,16 +336,14 @@ def test_attention_covers_sharded_sequences_and_never_guesses(rank_pool):
     joint = F.scaled_dot_product_attention(*join(image, text))
     for rank, outs in enumerate(rank_pool.run(attend_to_what_was_cut, 2)):
         own = F.scaled_dot_product_attention(*[x.chunk(2, dim=2)[rank] for x in image])
-        for name in ("image", "operator", "frames"):
-            assert relative_error(outs[name], F.scaled_dot_product_attention(*image)) < 1e-5, name
+        exact = dict.fromkeys(("image", "operator", "frames"), F.scaled_dot_product_attention(*image))
+        exact |= {"cross": F.scaled_dot_product_attention(image[0], *text[1:]), "joint": joint, "reversed": joint}
+        exact["forgotten"] = on_one_device(6, 3, seed=2).chunk(2, dim=2)[rank]
+        for name, out in exact.items():
+            assert relative_error(outs[name], out) < 1e-5, name
         assert relative_error(outs["disabled"], own) < 1e-6
-        assert relative_error(outs["cross"], F.scaled_dot_product_attention(image[0], *text[1:])) < 1e-5
-        assert relative_error(outs["joint"], joint) < 1e-5
-        assert relative_error(outs["reversed"], joint) < 1e-5
         assert re.search(r"query has 3 .*cp\.using", outs["unknown"])
         assert re.search(r"10, 4 tokens.*sequence=", outs["ambiguous"])
-        expected = on_one_device(6, 3, seed=2).chunk(2, dim=2)[rank]
-        assert relative_error(outs["forgotten"], expected) < 1e-5
         assert re.search(r"replicated.*cp\.using", str(outs["with replicated tokens"]))
         assert "ValueError" not in str(outs["in one tensor"])
         # Two sequences can be joined in two orders of equal length.
@@ -365,8 +366,7 @@ def use_layouts():
         with pytest.raises(ZeroDivisionError), cp.using(cp.sequence(3)):
             1 / 0  # noqa: B018
         assert cp._explicit is None
-        other = SequenceLayout((Segment("image", 9),), 4)
-        outs["ranks"] = outcome(lambda: cp.using(other).__enter__())
+        outs["ranks"] = outcome(lambda: cp.using(SequenceLayout((Segment("image", 9),), 4)).__enter__())
     with UnifiedAttnMode(mesh, layout=layout) as cp:
         outs["layout="] = attend(cp)
     with UnifiedAttnMode(mesh) as cp:

@@ -79,8 +79,9 @@ def check_triton_call(
     """Raise ``RuntimeError`` unless Triton is installed and a kernel for ``dtypes`` supports the tensors.
 
     With the first argument bound this is a :class:`~para_core.attention.backends.backend.CheckCall`, whose
-    other arguments it does not need: the kernels take any mask. Of the devices only a CPU is refused. Triton
-    itself raises for a GPU that it does not support.
+    other arguments it does not need: the kernels take any mask. Of the devices only a CPU is refused. The launch
+    refuses a GPU before compute capability 8.0 (:func:`~para_core.kernels.attention_configs.row_of`), on its rank
+    alone, because Dynamo, which traces this function, cannot trace the cached question for the capability.
     """
     if not has_triton():
         raise RuntimeError(
@@ -108,6 +109,9 @@ def range_of_seen_keys(mask: Tensor) -> Tensor | None:
 
     Args:
         mask: ``[B or 1, H or 1, S_q or 1, S_k or 1]``. It must have four dims, as the kernel requires.
+
+    >>> range_of_seen_keys(torch.tensor([True, False, True, False]).view(1, 1, 1, 4)).tolist()
+    [[[0, 3]]]
     """
     if mask.dtype != torch.bool or mask.shape[1] > 1 or mask.shape[2] > 1 or mask.shape[3] == 1:
         return None

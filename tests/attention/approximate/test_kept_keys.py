@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from para_core import SparseKVAttnMode
+from para_core import BlockSparseAttnMode, SparseKVAttnMode
 from para_core.attention.attention_options import AttnOptions
 from para_core.attention.kept_keys import KeptKeys
 from para_core.distributed.mesh import one_rank
@@ -114,3 +114,5 @@ def test_options_survive_their_json_and_take_another_share():
     assert options.with_option(KeptKeys(0.5)) == AttnOptions.of(kept_keys=KeptKeys(0.5), backend="math")
     with pytest.raises(TypeError, match=r"kept_keys is 0\.5; expected a KeptKeys"):
         AttnOptions.of(kept_keys=0.5)
+    with pytest.raises(ValueError, match="block_mask and kept_keys"):
+        BlockSparseAttnMode(one_rank("cpu"), torch.ones(1, 1).bool(), block_size=4, kept_keys=KeptKeys(0.5))
