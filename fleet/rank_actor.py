@@ -154,6 +154,9 @@ class RankActor:
     def cancel(self, id_: str) -> None:
         """Cancel the request ``id_`` after its current step. Called on the first rank, whose answer decides
         for all.
+
+        The call may arrive before that of :meth:`generate_batch`, which waits while the rank still runs an
+        abandoned batch. So an unknown id is kept, and the caller sends none that has ended.
         """
         self._cancelled.add(id_)
 

@@ -23,7 +23,7 @@ from para_core.fleet.pipeline_info import FRAME_PARAMETERS, PipelineInfo, descri
 # pipeline has.
 _ALIASES = {
     "steps": ("num_inference_steps",),
-    "frames": ("num_frames", "video_length"),
+    "frames": FRAME_PARAMETERS,
     "n": ("num_images_per_prompt", "num_videos_per_prompt"),
 }
 _POSITIVE_FIELDS = (
