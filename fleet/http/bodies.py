@@ -245,13 +245,18 @@ def _validate(values: Any, schema: type[BaseModel], model: PipelineInfo) -> dict
 def _take_delivery(fields: dict[str, Any], options: ServerOptions) -> Delivery:
     """Remove from ``fields`` those that say how the result is encoded and sent, and return them."""
     format_ = fields.pop("output_format", options.delivery.format_)
+    stream = fields.pop("stream", False)
+    partial_images = fields.pop("partial_images", 0)
+    if not stream:
+        # Nobody would get them, and a request with previews is in no batch.
+        partial_images = 0
     return replace(
         options.delivery,
         format_=_FORMAT_NAMES.get(format_, format_),
         quality=fields.pop("output_compression", None),
-        partial_images=fields.pop("partial_images", 0),
+        partial_images=partial_images,
         url=fields.pop("response_format", None) == "url",
-        stream=fields.pop("stream", False),
+        stream=stream,
         progress=fields.pop("progress", False),
     )
 

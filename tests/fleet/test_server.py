@@ -146,12 +146,12 @@ def image_url(image=None):
 
 def test_an_image_comes_as_base64_or_by_its_url(served, monkeypatch):
     port, backend = served()
-    fields = {"prompt": "a", "seed": 3, "n": 1, "size": "64x32", "user": "me", "image": image_url()}
+    fields = {"prompt": "a", "seed": 3, "n": 1, "size": "64x32", "user": "", "partial_images": 2, "image": image_url()}
     status, _, body = ask(port, fields)
     assert (status, base64.b64decode(body["data"][0]["b64_json"])) == (200, b"a 3")
     request = backend.ran[-1][1]
     assert (request.fields["width"], request.fields["height"]) == (64, 32)
-    assert len(request.images["image"]) == 1
+    assert (len(request.images["image"]), request.delivery.partial_images) == (1, 0)
     _, _, body = ask(port, {**fields, "response_format": "url"}, X_Request_Id="by_url")
     assert body["data"][0]["url"] == f"http://127.0.0.1:{port}/v1/files/by_url/0"
     status, headers, data = get(port, "/v1/files/by_url/0")
