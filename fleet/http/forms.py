@@ -15,7 +15,8 @@ from starlette.formparsers import MultiPartException, MultiPartParser
 
 from para_core.fleet.http.errors import RequestError
 
-_MAX_FILES, _MAX_FIELDS = 32, 200
+_MAX_FILES = 32  # as many as two fields of images may have, see bodies._MAX_IMAGES
+_MAX_FIELDS = 200
 # Values of these form fields, and of those whose names _PROMPT_NAME matches, are strings: the prompt "1" is a
 # text. Values of other fields are parsed as JSON.
 _TEXT_FIELDS = (

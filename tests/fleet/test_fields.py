@@ -66,7 +66,7 @@ def test_request_without_a_seed_gets_another_each_time(served, seed):
 def test_only_prompts_of_a_form_are_always_texts(served):
     port, backend = served(diffusers.LTX2ImageToVideoPipeline, delivery=Delivery("mp4"))
     texts, numbers = {"prompt": "1", "system_prompt": "2"}, {"prompt_enhancement_seed": 3, "num_frames": 4}
-    others = {"seed": "5", "steps": "", "guidance_scale": "null", "image": image_url()}
+    others = {"seed": "5", "steps": "", "image": image_url(), **dict.fromkeys(("n", "stream", "mask"), "null")}
     assert ask(port, path=VIDEOS, **as_form(**texts, **others, **numbers))[2]["seed"] == 5
     assert backend.ran[-1][1].fields == {**texts, **numbers}
 

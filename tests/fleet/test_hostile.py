@@ -70,7 +70,6 @@ CORPUS = {
     "loopback in capitals": (200, "", request(host="LocalHost:80")),
     "loopback of IPv6": (200, "", request(host="[::1]:80")),
     "page of another site": (403, "evil.example .*--cors", request(extra=b"Origin: http://evil.example\r\n")),
-    "form of another site": (403, "--cors", form_request(form(PROMPT), extra=b"Origin: https://evil.example\r\n")),
     "malformed page": (403, "--cors", request(extra=b"Origin: http://[\r\n")),
     "own page": (200, "", request(extra=b"Origin: http://127.0.0.1\r\n")),
     "forwarded page": (403, "", request(extra=b"Origin: http://e.org\r\nX-Forwarded-Host: e.org\r\n")),
@@ -81,7 +80,6 @@ CORPUS = {
     "file of no result": (404, "'x'", get("/v1/files/x/0")),
     "result that cannot be encoded": (500, "cannot be encoded: no encoder", request({"prompt": "not encoded"})),
     # -- HTTP.
-    "TLS on the plain port": (400, "", b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + b"\0" * 100),
     "huge header": (431, "", request(extra=b"X: " + b"a" * 200_000 + b"\r\n")),
     "bad chunk": (
         *(400, ""),
@@ -106,7 +104,6 @@ FIELDS = [
     ({"guidance_scale": float("nan")}, "'guidance_scale' .*nan.* finite"),
     ({"max_sequence_length": 10**9}, "'max_sequence_length' .*1000000000.* 4096"),
     ({"sigmas": [1.0] * 201}, "'sigmas' has 201 .* 200"),
-    ({"prompt": ["a"] * 201, "size": "16x16"}, "'prompt' has 201 .* 200"),
     ({"sigmas": [1.0, "0"]}, "'sigmas' .*'0'"),
     # -- Sizes.
     *[({"size": size}, "'size'") for size in ("0x8", "9" * 5000 + "x1", "\uff16\uff14x\uff16\uff14")],
@@ -119,7 +116,6 @@ FIELDS = [
     # -- Other fields.
     ({"generator": 1}, "'generator'"),
     # -- Images.
-    ({"image": "/etc/passwd"}, "addresses"),
     ({"image": image_url(Image.new("1", (4096, 4096)))}, "4096 × 4096 .*4194304"),
     ({"image": [image_url()] * 16, "size": "2048x2048"}, ""),
     # -- Ends of the replica's.
@@ -165,9 +161,3 @@ def test_hostile_request_gets_its_status(server, name):
 @pytest.mark.parametrize(("fields", "words"), FIELDS)
 def test_field_is_refused_with_its_value_or_accepted(server, fields, words):
     check(server, request({"prompt": "a", **fields}), 400 if words else 200, words)
-
-
-def test_null_is_what_was_left_out(server):
-    nulls = ("n", "size", "stream", "response_format", "seed", "mask")
-    check(server, request({"prompt": "a", **dict.fromkeys(nulls)}), 200, "")
-    assert dict(server[1].ran[-1][1].fields) == {"prompt": "a"}
