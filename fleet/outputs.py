@@ -154,6 +154,9 @@ def _encode(frames: Sequence[Any], delivery: Delivery) -> bytes:
         options = {"lossless": True}
     if len(frames) > 1:
         duration = 1000 // delivery.fps  # in milliseconds
+        if delivery.format_ == "gif":
+            # A GIF counts hundredths of a second, and browsers show a frame of less than 0.02 s for 0.1 s.
+            duration = 10 * max(2, round(100 / delivery.fps))
         options |= {"save_all": True, "append_images": frames[1:], "duration": duration, "loop": 0}
     buffer = io.BytesIO()
     frames[0].save(buffer, encoder, **options)
