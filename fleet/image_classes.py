@@ -12,8 +12,8 @@ from typing import Any
 
 from para_core.fleet.pipeline_info import PipelineInfo
 
-# Ends of the keys of diffusers' tables that name the editing checkpoints of a family: "flux" is FLUX.1-dev, and
-# "flux-kontext" FLUX.1-Kontext.
+# Ends of the keys of diffusers' tables that name the checkpoints of a family that begin from an image: "flux" is
+# FLUX.1-dev, and "flux-kontext" FLUX.1-Kontext. Other ends are left out on purpose: "anyflow-far" takes a video.
 _EDITING_SUFFIXES = ("kontext", "edit", "edit-plus", "layered", "i2v")
 # The words that a class name has in addition if the class takes an image, for families that the tables lack:
 # HunyuanVideoPipeline, HunyuanVideoImageToVideoPipeline.

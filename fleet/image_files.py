@@ -84,8 +84,9 @@ def convert_mask(data: bytes) -> bytes:
     """Convert OpenAI's mask, which is transparent where to generate, to diffusers' mask, which is white
     there.
 
-    An image without transparency is returned as it is, as diffusers' mask. Of an image with a palette, or in
-    gray or RGB without an alpha channel, a color may be transparent.
+    An image without transparency, such as one with an alpha channel that is opaque everywhere, is returned as
+    it is, as diffusers' mask. Of an image with a palette, or in gray or RGB without an alpha channel, a color
+    may be transparent.
     """
     from PIL import Image, ImageChops
 
@@ -93,8 +94,12 @@ def convert_mask(data: bytes) -> bytes:
         image = Image.open(io.BytesIO(data), formats=("PNG", "WEBP"))
         if image.width * image.height > MAX_IMAGE_PIXELS or not image.has_transparency_data:
             return data
+        alpha = _turn_upright(image.convert("RGBA")).getchannel("A")
+        if alpha.getextrema()[0] == 255:
+            # As OpenAI's mask it would let nothing be generated. Programs that paint save masks in RGBA.
+            return data
         buffer = io.BytesIO()
-        ImageChops.invert(_turn_upright(image.convert("RGBA")).getchannel("A")).save(buffer, "PNG")
+        ImageChops.invert(alpha).save(buffer, "PNG")
         return buffer.getvalue()
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError):
         # An unreadable mask is refused later, like any unreadable image.

@@ -28,6 +28,8 @@ logger = logging.getLogger(__name__)
 class Memory:
     """Predicted memory of one rank, as a linear function of the pixels of a result.
 
+    :func:`predict_memory` makes one only if at least one pixel fits.
+
     >>> Memory(room=24e9, fixed=20e9, per_pixel=1000.0).pixels
     4000000
     """

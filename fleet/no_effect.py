@@ -15,7 +15,8 @@ from para_core.fleet.pipeline_info import PipelineInfo
 from para_core.fleet.request import Request
 
 # Beginnings of the class names of pipelines that add their guidance to the conditional prediction: they
-# compute the negative prompt if guidance_scale is above 0, and all other pipelines if it is above 1.
+# compute the negative prompt if guidance_scale is above 0, and all other pipelines if it is above 1. As all
+# tables here it was read from the sources of diffusers 0.42.1, where each pipeline has the rule written out.
 _ADDED_GUIDANCE = ("ZImage", "Krea2")
 # Pipelines that compute guidance by another rule.
 _OTHER_RULES = ("DreamLitePipeline", "Cosmos3OmniPipeline")

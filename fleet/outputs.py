@@ -21,7 +21,8 @@ FORMATS: Mapping[OutputKind, tuple[str, ...]] = {
     "image": ("png", "jpg", "webp"),
     "video": ("mp4", "gif", "webp"),
 }
-# Largest side in pixels of a file that the encoder of its format accepts. A PNG has no such limit.
+# Largest side in pixels of a file that the encoder of its format accepts: x264, libwebp, libjpeg, and 16 bits in
+# a GIF. A PNG has no such limit.
 _LARGEST_SIDES = {"mp4": 16384, "webp": 16383, "jpg": 65500, "gif": 65535}
 
 
@@ -136,7 +137,9 @@ def _encode(frames: Sequence[Any], delivery: Delivery) -> bytes:
 
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "video.mp4"
-            export_to_video(list(frames), str(path), fps=delivery.fps)
+            # By default frames are stretched to multiples of 16, and the file had another size than the result.
+            # The encoder itself needs even sides, because its pixels share colors in squares of 2 × 2.
+            export_to_video(list(frames), str(path), fps=delivery.fps, macro_block_size=2)
             return path.read_bytes()
     encoder = delivery.format_.upper()
     if delivery.format_ == "jpg":
@@ -151,6 +154,9 @@ def _encode(frames: Sequence[Any], delivery: Delivery) -> bytes:
         options = {"lossless": True}
     if len(frames) > 1:
         duration = 1000 // delivery.fps  # in milliseconds
+        if delivery.format_ == "gif":
+            # A GIF counts hundredths of a second, and browsers show a frame of less than 0.02 s for 0.1 s.
+            duration = 10 * max(2, round(100 / delivery.fps))
         options |= {"save_all": True, "append_images": frames[1:], "duration": duration, "loop": 0}
     buffer = io.BytesIO()
     frames[0].save(buffer, encoder, **options)

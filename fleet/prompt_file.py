@@ -62,6 +62,7 @@ def read_prompts(
     schema = request_schema(model)
     lines: list[Line] = []
     problems: list[Problem] = []
+    # Not by splitlines(), which would also split at U+2028, a character that JSON strings may contain.
     for number, text in enumerate(contents.split("\n"), start=1):
         if not text.strip():
             continue
@@ -96,8 +97,6 @@ def read_contents(path: Path) -> str:
         ValueError: The file is not UTF-8, is one JSON array, or has only empty lines.
     """
     try:
-        # Lines are split at "\n" below: splitlines() would also split at U+2028, which JSON strings may
-        # contain.
         contents = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 text: {error.reason} at byte {error.start}.") from error

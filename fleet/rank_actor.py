@@ -58,7 +58,9 @@ class RankActor:
         # other threads: those of the group CONTROL.
         self._steps_done: dict[str, int] = {}  # of running requests, by id
         self._cancelled: set[str] = set()  # ids
-        self._previews: list[Output] = []  # of the running batch, and of the last one until the next begins
+        # Of running requests, by id: progress may ask for a request whose call has not begun, and must not get
+        # the images of the one before it.
+        self._previews: dict[str, list[Output]] = {}
 
     def open_store(self, host: str) -> int:
         """Open the TCP store of the replica on the first rank, and return its port on ``host``."""
@@ -113,12 +115,12 @@ class RankActor:
         requests = [request for _, request in batch]
 
         def note(event: int | Output) -> None:
-            if isinstance(event, Output):
-                self._previews.append(event)
-            else:
-                self._steps_done.update(dict.fromkeys(ids, event))
+            for id_ in ids:
+                if isinstance(event, Output):
+                    self._previews.setdefault(id_, []).append(event)
+                else:
+                    self._steps_done[id_] = event
 
-        self._previews.clear()
         try:
             link = CallerLink(note, lambda: self._cancelled.issuperset(ids))
             results: Sequence[Result | EncodingFailed | None] | None = self._require_joined().generate_batch(
@@ -136,6 +138,7 @@ class RankActor:
         finally:
             for id_ in ids:
                 self._steps_done.pop(id_, None)
+                self._previews.pop(id_, None)
                 self._cancelled.discard(id_)
 
     def _answer(self, id_: str, result: Result | EncodingFailed | None, batch: int) -> Answer:
@@ -143,17 +146,20 @@ class RankActor:
         steps = self._steps_done.get(id_, 0)
         if id_ in self._cancelled and batch > 1:
             return Answer(Cancelled(f"cancelled after step {steps}."), steps)
-        return Answer(result, steps, tuple(self._previews))
+        return Answer(result, steps, tuple(self._previews.get(id_, ())))
 
     def progress(self, id_: str, sent: int) -> tuple[int, list[Output]]:
         """Return the number of finished steps of a running request, and its partial images after the first
-        ``sent``.
+        ``sent``: 0 and none if it does not run.
         """
-        return self._steps_done.get(id_, 0), self._previews[sent:]
+        return self._steps_done.get(id_, 0), self._previews.get(id_, [])[sent:]
 
     def cancel(self, id_: str) -> None:
         """Cancel the request ``id_`` after its current step. Called on the first rank, whose answer decides
         for all.
+
+        The call may arrive before that of :meth:`generate_batch`, which waits while the rank still runs an
+        abandoned batch. So an unknown id is kept, and the caller sends none that has ended.
         """
         self._cancelled.add(id_)
 

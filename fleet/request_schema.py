@@ -23,7 +23,7 @@ from para_core.fleet.pipeline_info import FRAME_PARAMETERS, PipelineInfo, descri
 # pipeline has.
 _ALIASES = {
     "steps": ("num_inference_steps",),
-    "frames": ("num_frames", "video_length"),
+    "frames": FRAME_PARAMETERS,
     "n": ("num_images_per_prompt", "num_videos_per_prompt"),
 }
 _POSITIVE_FIELDS = (
@@ -188,7 +188,7 @@ def describe_error(error: ValidationError, model: PipelineInfo, subject: str) ->
 
 
 def _shorten_value(value: Any) -> str:
-    """Return the first 80 characters of a value's repr. The value may have megabytes, so it is cut before."""
+    """Return the first 80 characters of a value's repr. A text or list is cut before: it may have megabytes."""
     if isinstance(value, (str, list)):
         value = value[:80]
     return repr(value)[:80]

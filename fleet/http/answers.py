@@ -17,6 +17,7 @@ from para_core.fleet.http.errors import RequestError
 from para_core.fleet.http.jobs import Job
 from para_core.fleet.outputs import Output, Result
 
+# By format: all of outputs.FORMATS.
 MEDIA_TYPES = {
     "png": "image/png",
     "jpg": "image/jpeg",
@@ -24,7 +25,8 @@ MEDIA_TYPES = {
     "gif": "image/gif",
     "mp4": "video/mp4",
 }
-# Formats whose names in OpenAI's API differ from the suffix of their files.
+# Formats whose names in OpenAI's API differ from the suffix of their files. The other direction is
+# bodies._FORMAT_NAMES.
 _API_FORMATS = {"jpg": "jpeg"}
 _NO_USAGE = {
     **dict.fromkeys(("input_tokens", "output_tokens", "total_tokens"), 0),

@@ -8,6 +8,7 @@ tests/fleet/test_server.py, tests/fleet/test_hostile.py, tests/fleet/test_fields
 from __future__ import annotations
 
 import asyncio
+import math
 import secrets
 from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass, field, replace
@@ -76,7 +77,8 @@ class ServerOptions:
 
     # That requests must send; without one, only requests to a loopback name are accepted.
     api_key: str | None = None
-    delivery: Delivery = field(default_factory=Delivery)  # of results, as far as requests state none
+    # Its format is that of results whose requests state none, its fps that of all; the rest is not used.
+    delivery: Delivery = field(default_factory=Delivery)
     videos: Path | None = None  # folder for results of asynchronous videos; None disables their routes
     keep_hours: float = 24.0  # for which an asynchronous video is kept after it has ended
     max_batch: int = 1  # largest number of requests that are generated as one batch
@@ -243,13 +245,18 @@ def _validate(values: Any, schema: type[BaseModel], model: PipelineInfo) -> dict
 def _take_delivery(fields: dict[str, Any], options: ServerOptions) -> Delivery:
     """Remove from ``fields`` those that say how the result is encoded and sent, and return them."""
     format_ = fields.pop("output_format", options.delivery.format_)
+    stream = fields.pop("stream", False)
+    partial_images = fields.pop("partial_images", 0)
+    if not stream:
+        # Nobody would get them, and a request with previews is in no batch.
+        partial_images = 0
     return replace(
         options.delivery,
         format_=_FORMAT_NAMES.get(format_, format_),
         quality=fields.pop("output_compression", None),
-        partial_images=fields.pop("partial_images", 0),
+        partial_images=partial_images,
         url=fields.pop("response_format", None) == "url",
-        stream=fields.pop("stream", False),
+        stream=stream,
         progress=fields.pop("progress", False),
     )
 
@@ -259,7 +266,11 @@ def _check_values(fields: Mapping[str, Any], files: Mapping[str, bytes], model: 
     for name, value in fields.items():
         if _count_levels(value) > _MAX_NESTING:
             raise ValueError(f"field {name!r} is nested more than {_MAX_NESTING} levels deep.")
-        if isinstance(value, str) and value in files and name not in model.images:
+        # A field that is sent several times is a list, of which one item may be a file.
+        items = value
+        if not isinstance(items, list):
+            items = [items]
+        if name not in model.images and any(isinstance(item, str) and item in files for item in items):
             raise ValueError(f"field {name!r} is a file; expected a text or a number.")
 
 
@@ -344,7 +355,9 @@ def _require_size(request: Request, model: PipelineInfo, options: ServerOptions)
     hint = "request fewer at once, or state a size"
     sides = [request.fields[name] for name in ("height", "width") if request.fields.get(name) is not None]
     if sides:
-        side = int((most * sides[0] * sides[-1] / pixels) ** 0.5) // 16 * 16
+        # Of 16, because model.multiple is 1 if it is unknown, and most pipelines generate multiples of 16.
+        step = math.lcm(16, model.multiple)
+        side = int((most * sides[0] * sides[-1] / pixels) ** 0.5) // step * step
         if side:
             hint = f"the same number of images or frames fits at {side}x{side}"
     raise RequestError(400, "too_large", f"{pixels} pixels in total are {why}: {hint}.")

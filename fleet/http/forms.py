@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import AsyncGenerator
 from typing import Any
 
@@ -14,9 +15,10 @@ from starlette.formparsers import MultiPartException, MultiPartParser
 
 from para_core.fleet.http.errors import RequestError
 
-_MAX_FILES, _MAX_FIELDS = 32, 200
-# Values of these form fields, and of all with "prompt" in their name, are strings, but for names that begin
-# with a word of _JSON_PREFIXES, such as num_images_per_prompt. Values of other fields are parsed as JSON.
+_MAX_FILES = 32  # as many as two fields of images may have, see bodies._MAX_IMAGES
+_MAX_FIELDS = 200
+# Values of these form fields, and of those whose names _PROMPT_NAME matches, are strings: the prompt "1" is a
+# text. Values of other fields are parsed as JSON.
 _TEXT_FIELDS = (
     "size",
     "response_format",
@@ -28,7 +30,9 @@ _TEXT_FIELDS = (
     "background",
     "lora",
 )
-_JSON_PREFIXES = ("num_", "enhance_", "enable_", "use_")
+# Names of prompts, such as negative_prompt_2. Numbers and switches are none: num_images_per_prompt,
+# use_system_prompt, prompt_enhancement_seed.
+_PROMPT_NAME = re.compile(r"(?!num_|use_|enhance_)(\w+_)?prompt(_\d)?")
 
 
 async def read_form(
@@ -60,7 +64,7 @@ async def read_form(
                 files[item] = data
             else:
                 item = value
-                if name not in _TEXT_FIELDS and ("prompt" not in name or name.startswith(_JSON_PREFIXES)):
+                if name not in _TEXT_FIELDS and not _PROMPT_NAME.fullmatch(name):
                     item = _parse_json_or_text(value)
             if name not in fields:
                 fields[name] = item

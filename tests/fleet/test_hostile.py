@@ -35,8 +35,8 @@ def form_request(body, boundary="x", **rest):
     return request(body, kind=f"multipart/form-data; boundary={boundary}", **rest)
 
 
-def get(path, method="GET"):
-    return request(b"", method=method, path=path)
+def get(path):
+    return request(b"", method="GET", path=path)
 
 
 LONG = "word " * 20_000
@@ -46,7 +46,6 @@ CORPUS = {
     # -- Bodies.
     "empty body": (400, "body .*JSON", request(b"")),
     "JSON array": (400, "body .*object", request(b'[{"prompt": "a"}]')),
-    "UTF-8 with a BOM": (400, "body .*JSON", request(b'\xef\xbb\xbf{"prompt": "a"}')),
     "nested body": (400, "body .*JSON", request(nested(100_000).encode())),
     "nested 190": (400, "nested", request(f'{{"prompt": "a", "joint_attention_kwargs": {nested(190)}}}'.encode())),
     "same key twice": (200, "", request(b'{"prompt": "a", "prompt": "b"}')),
@@ -59,6 +58,7 @@ CORPUS = {
     "form of many fields": (400, "form", form_request(form(*[(f'name="k{i}"', "1") for i in range(500)]))),
     "form with a broken file": (400, "image", form_request(form(PROMPT, ('name="image"; filename="../x"', "GIF89a")))),
     "form with a file as prompt": (400, "'prompt' is a file", form_request(form((FILE, "\xff\xfe" * 9000)))),
+    "form with two prompts, one a file": (400, "'prompt' is a file", form_request(form(PROMPT, (FILE, "a")))),
     # -- Types, hosts and origins.
     "no content type": (415, "multipart", request(kind=None)),
     "a simple form": (415, "multipart", request(b"prompt=a", kind="application/x-www-form-urlencoded")),
@@ -70,7 +70,6 @@ CORPUS = {
     "loopback in capitals": (200, "", request(host="LocalHost:80")),
     "loopback of IPv6": (200, "", request(host="[::1]:80")),
     "page of another site": (403, "evil.example .*--cors", request(extra=b"Origin: http://evil.example\r\n")),
-    "form of another site": (403, "--cors", form_request(form(PROMPT), extra=b"Origin: https://evil.example\r\n")),
     "malformed page": (403, "--cors", request(extra=b"Origin: http://[\r\n")),
     "own page": (200, "", request(extra=b"Origin: http://127.0.0.1\r\n")),
     "forwarded page": (403, "", request(extra=b"Origin: http://e.org\r\nX-Forwarded-Host: e.org\r\n")),
@@ -78,59 +77,43 @@ CORPUS = {
     "id as a path": (409, "X-Request-Id", request(extra=b"X-Request-Id: ../../x\r\n")),
     "id too long": (409, "X-Request-Id", request(extra=b"X-Request-Id: " + b"a" * 65 + b"\r\n")),
     "GET of a POST route": (405, f"POST {PATH}", get(PATH)),
-    "unknown method": (400, "", get(PATH, "BREW")),
-    "path with dots": (404, "", get("/v1/files/../../etc/passwd")),
     "file of no result": (404, "'x'", get("/v1/files/x/0")),
     "result that cannot be encoded": (500, "cannot be encoded: no encoder", request({"prompt": "not encoded"})),
     # -- HTTP.
-    "TLS on the plain port": (400, "", b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + b"\0" * 100),
     "huge header": (431, "", request(extra=b"X: " + b"a" * 200_000 + b"\r\n")),
     "bad chunk": (
         *(400, ""),
         request(b"zz\r\n", length="0\r\nTransfer-Encoding: chunked").replace(b"Content-Length: 0\r\n", b""),
     ),
 }
+VALUES = [("steps", 0), ("steps", 2.5), ("seed", -2), ("seed", 2**63), ("guidance_scale", "much"), ("prompt_2", 5)]
+VALUES += [("steps", 201), ("output_format", "mp4"), ("output_compression", 101)]
 # Fields besides a prompt, each with words of the refusal, "" if it is accepted.
 FIELDS = [
-    ({"prompt": None}, "'prompt'"),
-    ({"prompt": ["a", None]}, "'prompt'"),
+    *[({"prompt": prompt}, "'prompt'") for prompt in (None, ["a", None])],
     ({"prompt": LONG}, "'prompt' has 100000 characters.* at most 16384 for each of 1"),
     ({"prompt": ["a", LONG]}, "'prompt' has 100001"),
     *[({"prompt": prompt}, "") for prompt in ("a\x00\x1b[31m\r\n", "")],
-    ({"prompt_2": 5}, "'prompt_2' .*5"),
     ({"joint_attention_kwargs": {"a": json.loads(nested(16))}}, "nested more than 16"),
     ({"joint_attention_kwargs": {"a": json.loads(nested(15))}, "prompt_2": ["b"], "negative_prompt": None}, ""),
     ({"joint_attention_kwargs": {"scale": float("inf")}}, "JSON|'joint_attention_kwargs' .*inf"),
     ({f"k{i}": i for i in range(5000)}, "'k0'"),
     # -- Numbers.
-    *[({"steps": steps}, f"'steps' .*{steps}") for steps in (0, 2.5)],
-    ({"steps": 201}, "201.* 200"),
+    *[({name: value}, f"'{name}' .*{value}") for name, value in VALUES],
     ({"steps": 200, "seed": 2**63 - 1, "max_sequence_length": 4096}, ""),
-    *[({"seed": seed}, f"'seed' .*{seed}") for seed in (-2, 2**63)],
     ({"guidance_scale": float("nan")}, "'guidance_scale' .*nan.* finite"),
-    ({"guidance_scale": "much"}, "'guidance_scale' .*'much'"),
-    ({"n": 1000}, "1048576000 pixels"),
     ({"max_sequence_length": 10**9}, "'max_sequence_length' .*1000000000.* 4096"),
     ({"sigmas": [1.0] * 201}, "'sigmas' has 201 .* 200"),
-    ({"prompt": ["a"] * 201, "size": "16x16"}, "'prompt' has 201 .* 200"),
     ({"sigmas": [1.0, "0"]}, "'sigmas' .*'0'"),
     # -- Sizes.
-    ({"size": "0x8"}, "'size' .*'0x8'"),
+    *[({"size": size}, "'size'") for size in ("0x8", "9" * 5000 + "x1", "\uff16\uff14x\uff16\uff14")],
     ({"size": "1024x1024", "n": 16}, "4194304 .*512x512"),
     ({"prompt": ["a"] * 16, "size": "1024x1024"}, "16777216 pixels"),
     ({"width": 4096}, "16777216 pixels"),
-    ({"size": "99999x99999"}, "9999800001 pixels"),
     ({"size": "65504x16", "output_format": "jpeg"}, "'width' is 65504.* jpg .* 65500"),
-    ({"size": "9" * 5000 + "x1"}, "."),
-    ({"size": "\uff16\uff14x\uff16\uff14"}, "'size'"),
     ({"size": "auto", "width": 32, "height": 32, "steps": None, "num_inference_steps": 3}, ""),
     ({"height": 10**400}, "'height' "),
-    # -- Other fields.
-    ({"generator": 1}, "'generator'"),
-    ({"output_format": "mp4"}, "'output_format' .*'mp4'"),
-    ({"output_compression": 101}, "'output_compression' .*101"),
     # -- Images.
-    ({"image": "/etc/passwd"}, "addresses"),
     ({"image": image_url(Image.new("1", (4096, 4096)))}, "4096 × 4096 .*4194304"),
     ({"image": [image_url()] * 16, "size": "2048x2048"}, ""),
     # -- Ends of the replica's.
@@ -176,9 +159,3 @@ def test_hostile_request_gets_its_status(server, name):
 @pytest.mark.parametrize(("fields", "words"), FIELDS)
 def test_field_is_refused_with_its_value_or_accepted(server, fields, words):
     check(server, request({"prompt": "a", **fields}), 400 if words else 200, words)
-
-
-def test_null_is_what_was_left_out(server):
-    nulls = ("n", "size", "stream", "response_format", "seed", "mask")
-    check(server, request({"prompt": "a", **dict.fromkeys(nulls)}), 200, "")
-    assert dict(server[1].ran[-1][1].fields) == {"prompt": "a"}

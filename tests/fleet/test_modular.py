@@ -121,3 +121,13 @@ def test_lora_equals_pipeline_alone(folders, tmp_path):
     recipe = Recipe(folder, lora=(str(style),))
     check_options_of_model(find_model(folder), recipe)
     assert np.array_equal(pixels(call_pipe(build(recipe), [Request(SIZE, seed=3)]).images), expected)
+
+
+def test_scale_of_the_guider_is_that_of_each_request_and_every_step_is_told(folders):
+    folder, call, steps = folders("qwen-image"), {**SIZE, "negative_prompt": "b"}, []
+    pipe = build(Recipe(folder))
+    for scale in (9.0, None):
+        request = Request({**call, "guidance_scale": scale}, seed=3)
+        images = call_pipe(pipe, [request], callback_on_step_end=lambda pipe, step, *_: steps.append(step)).images
+        assert np.array_equal(pixels(images), pixels(plain_modular(folder, "images", seed=3, guidance=scale, **call)))
+    assert steps == [0, 1] * 2

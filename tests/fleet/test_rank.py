@@ -14,11 +14,11 @@ from peft.utils import get_peft_model_state_dict
 from safetensors.torch import save_file
 
 from para_core.fleet import rank as rank_module
-from para_core.fleet.build import build
 from para_core.fleet.engine import OwnRank
 from para_core.fleet.failures import RequestFailed
 from para_core.fleet.log_relay import LogPosition
 from para_core.fleet.loras import LoadedLoras
+from para_core.fleet.outputs import Output
 from para_core.fleet.pipeline_info import TINY_FLUX_FIELDS, find_tiny_flux
 from para_core.fleet.rank import ReplicaOptions
 from para_core.fleet.rank_actor import RankActor
@@ -148,8 +148,6 @@ def test_request_with_a_lora_changes_no_other(rank, plain, tmp_path):
     assert np.array_equal(image_with("a", 0.5), half)
     assert np.array_equal(image_with(None), without)
     assert loads[-1] == 4
-    with pytest.raises(ValueError, match=r"other\.safetensors.* FluxPipeline"):
-        build(Recipe(str(find_tiny_flux()), lora=(str(tmp_path / "other.safetensors"),)))
 
 
 def test_encoded_prompts_are_cleared_if_a_lora_of_a_text_encoder_is_unloaded():
@@ -196,6 +194,18 @@ def test_lora_is_never_left_out_and_memory_of_a_failed_request_is_released_befor
         with pytest.raises(error) if error else contextlib.nullcontext():
             use()
         assert released.call_count == count
+
+
+def test_partial_images_are_those_of_the_request_that_is_named():
+    actor, counts = RankActor(Recipe(""), 0, ReplicaOptions()), []
+
+    def run(requests, link):
+        link.push(Output(".png", b"preview"))
+        counts.extend(len(actor.progress(id_, 0)[1]) for id_ in ("a", "next"))
+
+    actor._rank = mock.Mock(generate_batch=run)
+    (answer,) = actor.generate_batch([("a", request())])
+    assert (len(answer.previews), counts, actor.progress("next", 0)) == (1, [1, 0], (0, []))
 
 
 def test_requests_that_differ_otherwise_are_no_batch():

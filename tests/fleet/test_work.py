@@ -182,9 +182,14 @@ def test_result_that_cannot_be_encoded_fails_its_request_only(monkeypatch, tmp_p
     assert isinstance(generate_request(pipe, parts, Recipe(FLUX)), EncodingFailed)
 
 
-def test_webp_loses_no_pixel():
+def test_webp_loses_no_pixel_and_mp4_no_row():
     image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (16, 16, 3), dtype=np.uint8))
     (output,) = encode([image], Delivery("webp"))
     assert np.array_equal(np.asarray(Image.open(io.BytesIO(output.data))), np.asarray(image))
     sizes = [len(encode([[image] * 2], Delivery("webp", quality=quality))[0].data) for quality in (5, 95)]
     assert sizes[0] < sizes[1]
+    gifs = [encode([[image, image.rotate(90)]], Delivery("gif", fps))[0].data for fps in (8, 15, 60)]
+    assert [Image.open(io.BytesIO(data)).info["duration"] for data in gifs] == [120, 70, 20]
+    pytest.importorskip("imageio_ffmpeg")
+    (video,) = encode([[image.resize((72, 40))] * 2], Delivery("mp4"))
+    assert bytes([0, 72, 0, 0, 0, 40, 0, 0]) in video.data  # the sides in the header of the track
