@@ -216,18 +216,13 @@ class GroupOptions:
     replicas: Annotated[int, option("Groups of ranks that work at once.", "N", RANKS)] = 1
 
     def require_valid(self) -> None:
-        """Check the memory, and the numbers of ranks and replicas.
+        """Check the memory. The numbers of ranks and replicas are checked by
+        :func:`~para_core.cli.torchrun.read_stated_ranks`, which knows those of torchrun.
 
         Raises:
-            typer.BadParameter: The memory is not positive or not finite, or there is not at least one rank and
-                replica.
+            typer.BadParameter: The memory is not positive or not finite.
         """
         require_memory(self.memory)
-        if self.replicas < 1 or (self.ranks is not None and self.ranks < 1):
-            numbers = f"--replicas {self.replicas}"
-            if self.ranks is not None:
-                numbers = f"--ranks {self.ranks} and {numbers}"
-            raise typer.BadParameter(f"{numbers}: expected at least 1 of each.")
 
     @property
     def room(self) -> float | None:
