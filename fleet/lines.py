@@ -51,8 +51,10 @@ class LineRun:
     write: Callable[[Line, Result], None]
     shown: LineDisplay
     debug: bool = False
-    _problems: dict[int, str] = field(default_factory=dict)  # reasons by the number of the line
-    _done: set[int] = field(default_factory=set)
+    # By their numbers, lines that have ended: the reasons of those that failed, and the others. A line is in one
+    # of the two at most, and run begins again with the lines that are in neither.
+    _problems: dict[int, str] = field(default_factory=dict, init=False)
+    _done: set[int] = field(default_factory=set, init=False)
 
     def run(self) -> list[Problem]:
         """Generate all lines, and return a problem for each line that failed.
