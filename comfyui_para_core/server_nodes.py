@@ -69,7 +69,10 @@ class _Node:
 
     @classmethod
     def IS_CHANGED(cls, seed: int = 0, **inputs: Any) -> float:
-        """Return a value whose change lets ComfyUI run the node again: NaN, which equals nothing, for a random seed."""
+        """Return a value whose change lets ComfyUI run the node again: NaN, which equals nothing, for a random seed.
+
+        ComfyUI does not pass what another node gives, so with a -1 from there the node is not run again.
+        """
         return float("nan") if seed == _RANDOM_SEED else 0.0
 
     def run(
@@ -198,8 +201,8 @@ def request_result(
 
     The API key is read from the environment variable ``PARA_CORE_API_KEY``, because a workflow file that is
     shared should not contain it. ``progress`` is called with the number of finished steps, and the number of
-    all steps or None; if it raises, the server cancels the request. Raise RuntimeError if the server cannot
-    be reached or refuses the request.
+    all steps or None; if it raises, the server cancels the request. Raise RuntimeError if ``server`` is no
+    address, or the server cannot be reached, refuses the request, or ends before its result is complete.
     """
     body = json.dumps({**fields, "stream": True, "progress": True}).encode()
     key = os.environ.get("PARA_CORE_API_KEY")
