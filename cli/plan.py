@@ -154,11 +154,13 @@ def _is_published(model: str, pipeline: str | None, configs: str | None) -> bool
     if configs is not None or path.exists() or path.suffix in (SAFETENSORS, GGUF):
         return False
     if "/" not in model:
+        # Neither a file or folder nor a repository, so an unknown name is best compared with the published ones.
         return True
     try:
         find_published(model)
     except ValueError:
         return False
+    # The stored work is that of the repository's own class.
     return pipeline is None
 
 
