@@ -21,6 +21,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from para_core.cli.option_files import ALIASES, options_in_files
 from para_core.cli.options import expand_groups, name_options, option_of_field
+from para_core.cli.torchrun import in_torchrun
 from para_core.fleet.failures import describe_exception
 from para_core.version import __version__
 
@@ -128,7 +129,7 @@ def run(arguments: Sequence[str]) -> int:
             if named != text:
                 text, code = named, WRONG_OPTION
         # Each rank prints its error, because it may be the only one that failed.
-        if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        if in_torchrun():
             text = f"rank {os.environ['RANK']}: {text}"
         console = Console(stderr=True, soft_wrap=True, highlight=False)
         console.print(f"[red]error:[/red] {escape(text)}")

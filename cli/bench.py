@@ -45,7 +45,6 @@ def bench(
 ) -> None:
     """Measure a generation: seconds, memory, launches and bytes sent. No image or video is written."""
     common = call.fields()
-    options.GroupOptions(ranks).require_valid()
     checked = checks.validate(model, run, debug=debug)
     fields = common
     # Before the imports the class is known by its source only. _read_request asks the class itself.

@@ -132,8 +132,9 @@ def validate(model: str | None, options: RecipeOptions, *, debug: bool = False) 
     values["config"] = next(iter(values["config"] or ()), None)
     for name in ("controlnet", "lora"):
         values[name] = tuple(values.get(name) or ())
-    with suppress(ValueError):  # Recipe refuses other texts than "default".
-        values["cache"] = float(values.get("cache") or "")
+    if values["cache"] is not None:
+        with suppress(ValueError):  # Recipe refuses other texts than "default".
+            values["cache"] = float(values["cache"])
     if not debug:
         logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
     recipe = Recipe(model or "", **values)

@@ -54,6 +54,10 @@ class MeasurementJob:
     profile: Path | None = None  # folder in which each rank writes a profiler trace
     debug: bool = False  # whether to show tracebacks and other libraries' log messages
 
+    def count_untimed(self, *, verifies: bool) -> int:
+        """Return the number of runs before the timed ones. If calls are verified, which takes time, at least one."""
+        return max(self.warmup_runs, int(verifies))
+
 
 def measure(job: MeasurementJob, ranks: int) -> dict[str, Any] | None:
     """Run the job on ``ranks`` ranks, and return the figures; on torchrun's ranks but the first, None.
@@ -116,21 +120,21 @@ def _measure_on(job: MeasurementJob, ranks: int, reference: Reference | None) ->
     with closing(open_ranks(load, ranks, timeout=job.recipe.timeout, debug=job.debug)) as group:
         with showing_phases(shown=first):
             group.start()
-        total = max(job.warmup_runs, int(verifies)) + job.runs + 1 + (job.profile is not None) + 2 * job.check
+        # As often as MeasuredRank.measure pushes: it also counts one run, and compares two.
+        total = job.count_untimed(verifies=verifies) + job.runs + 1
+        total += int(job.profile is not None) + 2 * int(job.check)
         with Bars(total, shown=first, steps=False, unit="runs") as bars:
             figures: dict[str, Any] | None = group.call("measure", reference, listener=lambda _: bars.end())
     return figures
 
 
 class MeasuredRank:
-    """The pipeline of a job on this rank. If it ``verifies`` calls, which takes time, there is at least one
-    run that is not timed.
-    """
+    """The pipeline of a job on this rank. ``verifies`` says whether calls of its transformer are compared."""
 
     def __init__(self, job: MeasurementJob, verifies: bool = False) -> None:
         quiet(job.debug)
         self._job = job
-        self._warmup_runs = max(job.warmup_runs, int(verifies))
+        self._untimed_runs = job.count_untimed(verifies=verifies)
         self._pipe = build(replace(job.recipe, verify=verifies or job.recipe.verify))
 
     def measure(self, reference: Reference | None, link: CallerLink) -> dict[str, Any] | None:
@@ -142,7 +146,7 @@ class MeasuredRank:
         job, pipe = self._job, self._pipe
         first = is_first_rank()
         done = partial(link.push, None)
-        for _ in range(self._warmup_runs):
+        for _ in range(self._untimed_runs):
             call_pipe(pipe, [job.request])
             done()
         _reset_memory()

@@ -216,18 +216,13 @@ class GroupOptions:
     replicas: Annotated[int, option("Groups of ranks that work at once.", "N", RANKS)] = 1
 
     def require_valid(self) -> None:
-        """Check the memory, and the numbers of ranks and replicas.
+        """Check the memory. The numbers of ranks and replicas are checked by
+        :func:`~para_core.cli.torchrun.read_stated_ranks`, which knows those of torchrun.
 
         Raises:
-            typer.BadParameter: The memory is not positive or not finite, or there is not at least one rank and
-                replica.
+            typer.BadParameter: The memory is not positive or not finite.
         """
         require_memory(self.memory)
-        if self.replicas < 1 or (self.ranks is not None and self.ranks < 1):
-            numbers = f"--replicas {self.replicas}"
-            if self.ranks is not None:
-                numbers = f"--ranks {self.ranks} and {numbers}"
-            raise typer.BadParameter(f"{numbers}: expected at least 1 of each.")
 
     @property
     def room(self) -> float | None:
@@ -335,6 +330,8 @@ def option_of_field(name: str) -> str:
     return "--" + _OPTION_NAMES.get(name, name).replace("_", "-")
 
 
+# Messages about an argument begin with its name, and those about a field of a request have "field 'NAME'". A message
+# in another form keeps its words, and its command ends with the exit code of a failure instead of a wrong option.
 _SUBJECT_PATTERN = re.compile(r"^(?P<argument>\w+)(?= (is|are|has) )|\bfield '(?P<field>\w+)'")
 
 

@@ -87,7 +87,7 @@ def plan(
     if offload is None:
         settings["offload"] = True
     # Options that plan_mesh does not choose, for the command that is printed.
-    further: dict[str, Any] = {"pipeline": pipeline}
+    further: dict[str, Any] = {"pipeline": pipeline, "trust-remote-code": trust_remote_code or None}
     if memory is not None:
         settings["memory"] = memory * 1e9
         further["memory"] = f"{memory:g}"
@@ -154,11 +154,13 @@ def _is_published(model: str, pipeline: str | None, configs: str | None) -> bool
     if configs is not None or path.exists() or path.suffix in (SAFETENSORS, GGUF):
         return False
     if "/" not in model:
+        # Neither a file or folder nor a repository, so an unknown name is best compared with the published ones.
         return True
     try:
         find_published(model)
     except ValueError:
         return False
+    # The stored work is that of the repository's own class.
     return pipeline is None
 
 
@@ -241,7 +243,10 @@ def _check_repository(name: str, subject: str) -> None:
 
 
 def _count(described: PipelineInfo, sizes: dict[str, Any], dtype: str) -> Workload:
-    """Return the work of the described pipeline; its weights alone if its operations cannot be counted."""
+    """Return the work of the described pipeline; its weights alone if its operations cannot be counted.
+
+    Raise ValueError if a size is invalid.
+    """
     import torch
 
     from para_core.adapters.planner.count import UnknownModelError, uncounted_workload
@@ -253,6 +258,7 @@ def _count(described: PipelineInfo, sizes: dict[str, Any], dtype: str) -> Worklo
     if dtype == "float16":
         loaded_dtype = torch.float16
     pipe = without_weights(described, loaded_dtype)
+    has_sizes = any(value is not None for value in sizes.values())
     if described.modular:
         # The call of a modular pipeline has no parameters with defaults; its blocks have.
         names = {"height": "height", "width": "width", "frames": "num_frames", "steps": "num_inference_steps"}
@@ -263,12 +269,12 @@ def _count(described: PipelineInfo, sizes: dict[str, Any], dtype: str) -> Worklo
     fake_tensor_logger.setLevel(logging.CRITICAL)
     try:
         return workload_of(pipe, **sizes)
-    except ValueError:
-        # A size that the user gave.
-        raise
     except UnknownModelError as error:
         return uncounted_workload(pipe, str(error))
     except Exception as error:
+        if has_sizes and isinstance(error, ValueError):
+            # About a size that the user gave, as far as one can tell: models of diffusers refuse sizes, too.
+            raise
         # The config may be of a version or kind of model whose inputs the planner does not know.
         return uncounted_workload(pipe, f"counting raised {type(error).__name__}: {error}.")
 
@@ -284,7 +290,7 @@ def _make_command(
     """Return the shell command that generates on the best mesh; empty if none is known to run.
 
     Instead of a whole transformer, its blocks are compiled on some meshes. ``further`` options have their
-    values by name, None for those that are left out.
+    values by name, True for a flag, None for those that are left out.
     """
     row = predictions.best
     from para_core.fleet.pipeline_info import FRAME_PARAMETERS
@@ -316,7 +322,12 @@ def _make_command(
     if compile_ != "no":
         named["compile"] = compile_
     named |= {**_options_of(row), **further}
-    words = [word for name, value in named.items() if value is not None for word in (f"--{name}", f"{value}")]
+    words: list[str] = []
+    for name, value in named.items():
+        if value is not None:
+            words.append(f"--{name}")
+        if value is not None and value is not True:
+            words.append(f"{value}")
     for name in images:
         if name != "image":
             words += ["--set", f"{name}={name}.png"]

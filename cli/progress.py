@@ -10,7 +10,6 @@ tests/cli/test_generate.py.
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -25,6 +24,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from para_core.cli.torchrun import is_first_of_torchrun
 from para_core.progress import pass_records_to
 
 
@@ -32,7 +32,7 @@ def announce_imports() -> None:
     """Print on stderr that torch and diffusers are being imported, which takes seconds. Only on the first
     rank.
     """
-    if os.environ.get("RANK", "0") == "0":
+    if is_first_of_torchrun():
         Console(stderr=True, highlight=False).print("importing torch and diffusers")
 
 

@@ -37,8 +37,8 @@ class Terminated(KeyboardInterrupt):
     """
 
 
-def describe_signal(end: BaseException) -> tuple[str, SignalCode]:
-    """Return the message and the exit code for ``end``, a KeyboardInterrupt."""
+def describe_signal(end: KeyboardInterrupt) -> tuple[str, SignalCode]:
+    """Return the message and the exit code, 128 and the number of the signal, for ``end``."""
     if isinstance(end, Terminated):
         return "ended by SIGTERM", SignalCode(143)
     return "interrupted", SignalCode(130)

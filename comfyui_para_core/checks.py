@@ -49,11 +49,8 @@ def require_runnable(cls: type, settings: Settings) -> None:
 
 def require_checked(recorded: RecordedPlan, model: nn.Module, inputs: Mapping[str, Any]) -> None:
     """Raise ValueError if ``inputs`` has an argument with which the plan of the class was not compared with ComfyUI."""
-    # A None or an empty list is what a model gets if the workflow has no such condition.
-    given = {
-        name for name, value in inputs.items() if value is not None and not (_is_list(value) and not value)
-    }
-    unknown = sorted(given - {*recorded.arguments, "transformer_options", *_IGNORED})
+    conditions = {name for name, value in inputs.items() if _is_condition(value)}
+    unknown = sorted(conditions - {*recorded.arguments, "transformer_options", *_IGNORED})
     if unknown:
         raise ValueError(
             f"this workflow gives {recorded.models} the condition {', '.join(unknown)}, with which its plan on several "
@@ -69,5 +66,10 @@ def require_checked(recorded: RecordedPlan, model: nn.Module, inputs: Mapping[st
             )
 
 
-def _is_list(value: Any) -> bool:
-    return isinstance(value, (list, tuple, dict))
+def _is_condition(value: Any) -> bool:
+    """Whether a model gets ``value`` for a condition of the workflow: without one it gets None, or an empty list or
+    dict.
+    """
+    if isinstance(value, (list, tuple, dict)):
+        return bool(value)
+    return value is not None

@@ -12,6 +12,7 @@ import io
 import json
 import logging
 import os
+import re
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -68,7 +69,10 @@ class _Node:
 
     @classmethod
     def IS_CHANGED(cls, seed: int = 0, **inputs: Any) -> float:
-        """Return a value whose change lets ComfyUI run the node again: NaN, which equals nothing, for a random seed."""
+        """Return a value whose change lets ComfyUI run the node again: NaN, which equals nothing, for a random seed.
+
+        ComfyUI does not pass what another node gives, so with a -1 from there the node is not run again.
+        """
         return float("nan") if seed == _RANDOM_SEED else 0.0
 
     def run(
@@ -123,7 +127,8 @@ def _fields(inputs: dict[str, Any]) -> dict[str, Any]:
     ``inputs``.
 
     Raise RuntimeError if ``more`` is no JSON object, or sets a field that another input sets. The server
-    refuses a field that has another name there, such as ``num_inference_steps``.
+    refuses a field that has another name there, such as ``num_inference_steps``. Fields that are set later,
+    because the node relies on them, replace those of ``more``: ``output_format``, ``stream`` and ``progress``.
     """
     width, height, more = inputs.pop("width"), inputs.pop("height"), inputs.pop("more", "")
     fields = {name: value for name, value in inputs.items() if value or name not in (*_OPTIONAL, "strength")}
@@ -161,7 +166,11 @@ def _progress() -> Callable[[int, int | None], None]:
 
 
 def _encode(images: Tensor) -> str:
-    """Return the first of ``images``, ``[N, H, W, 3]`` from 0 to 1, as a PNG in a ``data:`` URL."""
+    """Return the first of ``images``, ``[N, H, W, 3]`` from 0 to 1, as a PNG in a ``data:`` URL. Warn of others,
+    which are not sent.
+    """
+    if len(images) > 1:
+        logger.warning("para_core: only the first of %d images or masks is sent.", len(images))
     buffer = io.BytesIO()
     Image.fromarray((images[0].clamp(0, 1) * 255).round().to(torch.uint8).cpu().numpy()).save(buffer, "PNG")
     return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
@@ -181,6 +190,8 @@ def _decode(files: list[bytes]) -> Tensor:
 
 
 _SECONDS = 3600.0  # without any byte from the server, after which a request fails
+# A host by name or number, or an IPv6 number in brackets; then perhaps a port, and a path of a proxy.
+_ADDRESS = re.compile(r"https?://(\[[^\s\]]+\]|[^\s/:\[\]]+)(:[0-9]+)?(/\S*)?")
 
 
 def request_result(
@@ -190,13 +201,14 @@ def request_result(
 
     The API key is read from the environment variable ``PARA_CORE_API_KEY``, because a workflow file that is
     shared should not contain it. ``progress`` is called with the number of finished steps, and the number of
-    all steps or None; if it raises, the server cancels the request. Raise RuntimeError if the server cannot
-    be reached or refuses the request.
+    all steps or None; if it raises, the server cancels the request. Raise RuntimeError if ``server`` is no
+    address, or the server cannot be reached, refuses the request, or ends before its result is complete.
     """
     body = json.dumps({**fields, "stream": True, "progress": True}).encode()
     key = os.environ.get("PARA_CORE_API_KEY")
     headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {key}"} if key else {})}
-    if not server.startswith(("http://", "https://")):
+    server = server.strip()  # of blanks that were pasted with the address
+    if _ADDRESS.fullmatch(server) is None:
         raise RuntimeError(f"server is {server!r}; expected an address such as http://127.0.0.1:8000.")
     request = urllib.request.Request(server.rstrip("/") + path, body, headers)
     files: list[bytes] = []

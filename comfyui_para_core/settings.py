@@ -17,7 +17,8 @@ _DIMS = ("ring", "ulysses")
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of a model on ranks.
+    """Settings of a model on ranks. :meth:`of` checks them. The fields are plain values, because they are pickled for
+    the ranks, which make the same settings of them.
 
     Args:
         ranks: Number of processes.
@@ -52,12 +53,13 @@ def _mesh(mesh: str, ranks: int) -> tuple[int | None, int | None]:
     >>> _mesh("ulysses 2 ring 3", 6)
     (3, 2)
     """
-    words = re.findall(r"[a-z]+|\d+", mesh.lower().replace("×", " "))
-    if words in ([], [AUTOMATIC]):
+    words = re.findall(r"[a-z]+|[0-9]+", mesh.lower())
+    has_others = re.fullmatch(r"[a-z0-9\s,=×]*", mesh.lower()) is None
+    if words in ([], [AUTOMATIC]) and not has_others:
         return None, None
     names, sizes = words[::2], words[1::2]
     known = len(names) == len(sizes) == len(set(names)) and set(names) <= set(_DIMS)
-    if not known or not all(size.isdigit() for size in sizes) or re.sub(r"[a-z0-9\s,=×]", "", mesh.lower()):
+    if has_others or not known or not all(size.isdigit() for size in sizes):
         raise ValueError(
             f"mesh is {mesh!r}; expected 'auto', or sizes such as 'ulysses 2', 'ring 3' or 'ulysses 2 ring 2'."
         )

@@ -1,7 +1,8 @@
 """Lines of a prompt file, which one group of ranks generates one after another.
 
 `cli/generation.py` makes a :class:`LineRun` for ``para_core generate`` with one replica. Several replicas
-generate lines in `replicas.py`, without the phases of `encode_first.py`. Tests: tests/cli/test_generate.py.
+generate lines in `replicas.py`, without the phases of `encode_first.py`. Tests: tests/cli/test_generate.py,
+of which one that is marked long ends a rank.
 """
 
 from __future__ import annotations
@@ -51,8 +52,10 @@ class LineRun:
     write: Callable[[Line, Result], None]
     shown: LineDisplay
     debug: bool = False
-    _problems: dict[int, str] = field(default_factory=dict)  # reasons by the number of the line
-    _done: set[int] = field(default_factory=set)
+    # By their numbers, lines that have ended: the reasons of those that failed, and the others. A line is in one
+    # of the two at most, and run begins again with the lines that are in neither.
+    _problems: dict[int, str] = field(default_factory=dict, init=False)
+    _done: set[int] = field(default_factory=set, init=False)
 
     def run(self) -> list[Problem]:
         """Generate all lines, and return a problem for each line that failed.

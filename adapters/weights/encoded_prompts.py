@@ -30,9 +30,10 @@ class EncodedPrompts:
     call that only some ranks compute may wait for the others: drop by nothing that differs between them, such
     as free memory.
 
-    The key of a call has the encoder's name and all arguments; of a tensor the dtype, the shape and the bytes,
-    but not the device. Nothing else counts, such as autocast or weights: if the text encoders' weights change,
-    for example by a LoRA, call :meth:`clear`.
+    The key of a call has the encoder's name, the scales of its LoRA layers, which pipelines set before each call,
+    and all arguments; of a tensor the dtype, the shape and the bytes, but not the device. Nothing else counts,
+    such as autocast or weights: if the text encoders' weights change, for example by another LoRA, call
+    :meth:`clear`.
 
     Calls with gradients enabled are always computed and not kept, unless :attr:`complete` is set. An output that
     is larger than ``max_bytes`` is not kept. Arguments and outputs are pickled without their tensors, and a call
@@ -85,7 +86,7 @@ class EncodedPrompts:
         """
         if torch.is_grad_enabled() and not self.complete:
             return call(module, *args, **kwargs)
-        pickled, tensors = split_tensors((name, args, kwargs))
+        pickled, tensors = split_tensors((name, _lora_scales(module), args, kwargs))
         digest = sha256(pickled)
         for x in tensors:
             digest.update(f"{x.dtype} {tuple(x.shape)}".encode())
@@ -115,3 +116,18 @@ class EncodedPrompts:
             while self.bytes > self.max_bytes:
                 self._outputs.popitem(last=False)
         return value
+
+
+def _lora_scales(encoder: nn.Module) -> list[str]:
+    """Return the scales of the LoRA layers in ``encoder``, with their adapters, in the order of the layers.
+
+    Pipelines multiply them by the ``scale`` of a call before they encode, and divide by it afterwards, which may
+    change the last bits: they are rounded to six digits, so that equal calls keep equal keys.
+    """
+    scales: list[str] = []
+    for layer in encoder.modules():
+        scaling = getattr(layer, "scaling", None)
+        # In a LoRA layer of peft it is a dict by adapter. An attention layer of transformers has a float.
+        if isinstance(scaling, dict):
+            scales += [f"{adapter} {float(scale):.6g}" for adapter, scale in scaling.items()]
+    return scales

@@ -17,6 +17,9 @@ from para_core.plans.plan import Attention, Entries, Gather, Plan, Split
 
 from .recorded import RecordedPlan
 
+# A table with an entry for each token, and whether the halves of a head are apart in it.
+POSITIONS = Entries((Split(dim=1, like="video"), None))
+
 LTX_VIDEO = RecordedPlan(
     cls="lightricks.model.LTXVModel",
     models="LTX-Video",
@@ -28,9 +31,8 @@ LTX_VIDEO = RecordedPlan(
             inputs={},
             inner={
                 "transformer_blocks.0": {"x": Split(dim=1, segment="video")},
-                # A table with an entry for each token, and whether the halves of a head are apart in it.
                 "transformer_blocks.*": {
-                    "pe": Entries((Split(dim=1, like="video"), None)),
+                    "pe": POSITIONS,
                     # The modulation is [B, 1, C], or has an entry for each token.
                     "timestep": Split(dim=1, like="video", ndim=3),
                 },
@@ -52,8 +54,6 @@ def _name_times_of_frames(model: nn.Module, arguments: Mapping[str, Any]) -> str
     return "timesteps that differ between frames" if timestep.ndim > 1 and timestep.shape[1] > 1 else ""
 
 
-# A table with an entry for each token, as in LTX_VIDEO.
-POSITIONS = Entries((Split(dim=1, like="video"), None))
 LTX2 = RecordedPlan(
     cls="lightricks.av_model.LTXAVModel",
     models="LTX-2",
@@ -79,6 +79,7 @@ LTX2 = RecordedPlan(
                 "transformer_blocks.*.video_to_audio_attn": (Attention(("audio",), ("video",)),),
             },
         ),
+        # A BlockGroup describes no stream that is a pair of tensors, so no block is skipped.
     ),
     refusals=(_name_times_of_frames,),
 )

@@ -39,11 +39,20 @@ def _repeat_times_for_tokens(model: nn.Module, arguments: Mapping[str, Any]) -> 
 
 
 def _name_times_of_frames(model: nn.Module, arguments: Mapping[str, Any]) -> str:
-    """Name timesteps of frames in a sequence that has other tokens too."""
-    others = [name for name in ("time_dim_concat", "context_latents") if arguments.get(name) is not None]
+    """Name timesteps of frames in a sequence that has other tokens too, for which
+    :func:`_repeat_times_for_tokens` has no timestep.
+    """
     timestep = arguments["timestep"]
-    several = timestep.ndim > 1 and timestep.shape[1] > 1
-    return f"timesteps that differ between frames together with {others[0]}" if several and others else ""
+    if timestep.ndim < 2 or timestep.shape[1] < 2:
+        return ""
+    names = ["time_dim_concat", "context_latents"]
+    # Without this layer the model ignores the condition.
+    if getattr(model, "ref_conv", None) is not None:
+        names.append("reference_latent")
+    for name in names:
+        if arguments.get(name) is not None:
+            return f"timesteps that differ between frames together with {name}"
+    return ""
 
 
 WAN = RecordedPlan(
@@ -69,6 +78,8 @@ WAN = RecordedPlan(
         ),
         blocks=CachedBlocks((BlockGroup(("blocks",), ("x",), "x"),), conditions=("context", "clip_fea")),
     ),
+    # ComfyUI makes timesteps of frames for this class alone (WAN22 in comfy/model_base.py), so the plans below need
+    # neither.
     refusals=(_name_times_of_frames,),
     prepare=_repeat_times_for_tokens,
 )

@@ -320,8 +320,6 @@ def test_names_of_results_follow_what_is_in_the_folder(tmp_path, prompts, stand_
     for prompt, number in (("a", 1), ("b", 2)):
         names = [f"my cat-{name}" for name in pair(number)]
         assert new_files("--prompt", prompt, "--name", "my cat") == names
-    (tmp_path / ".my cat-00001.png.abcd_123").touch()
-    assert new_files("--prompt", "a", "--name", "my cat") == []
     ways = [Delivery(format_, fps) for format_ in ("mp4", "gif") for fps in (8, 16)]
     of_videos = {compute_digest(Request({"prompt": "a"}, delivery=way), Recipe("model"), "video") for way in ways}
     assert len(of_videos) == 4

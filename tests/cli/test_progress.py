@@ -5,7 +5,7 @@ import logging
 import pytest
 from rich.console import Console
 
-from para_core.cli.progress import showing_log, showing_phases
+from para_core.cli.progress import announce_imports, showing_log, showing_phases
 from para_core.progress import logger, report, report_components
 
 DIFFUSERS = logging.getLogger("diffusers.pipelines.pipeline_utils")
@@ -13,6 +13,8 @@ DIFFUSERS = logging.getLogger("diffusers.pipelines.pipeline_utils")
 
 def test_reports_reach_nobody_unless_shown(capsys, monkeypatch):
     before = (DIFFUSERS.level, DIFFUSERS.propagate, list(DIFFUSERS.handlers))
+    monkeypatch.setenv("RANK", "1")  # as a cluster may: without WORLD_SIZE it is no rank of torchrun
+    announce_imports()
     with showing_phases():
         report("seen")
         with report_components("nobody/no-such-model", ["vae", "unet"]):
@@ -27,8 +29,8 @@ def test_reports_reach_nobody_unless_shown(capsys, monkeypatch):
         replicas.info("replica 1: [ready]")
         replicas.debug("hidden")
     replicas.info("hidden afterwards")
-    loading = [f"loading nobody/no-such-model: {count} components, to be downloaded" for count in (2, 1)]
-    assert capsys.readouterr().err.splitlines() == ["seen", *loading, "replica 1: [ready]"]
+    phases = ["seen", *[f"loading nobody/no-such-model: {count} components, to be downloaded" for count in (2, 1)]]
+    assert capsys.readouterr().err.splitlines() == ["importing torch and diffusers", *phases, "replica 1: [ready]"]
     # In a terminal brackets are no markup.
     monkeypatch.setenv("FORCE_COLOR", "1")
     with showing_phases():

@@ -316,6 +316,7 @@ def test_settings_that_do_not_fit_are_errors_of_the_loader(nodes, wan):
         ({"ranks": 0}, "ranks is 0"),
         ({"mesh": "ring 3"}, "'ring 3'"),
         ({"mesh": "ring 2 ring 2"}, "'ring 2 ring 2'"),
+        ({"mesh": "?"}, "'?'"),
         ({"mesh": "ring 0 ulysses 2"}, "0 ranks"),
         ({"cache": float("nan")}, "cache is nan"),
         ({"weights": "tensor"}, "weights is 'tensor'"),
@@ -330,6 +331,15 @@ def test_a_subclass_has_no_plan_of_its_base_class():
     base = type("WanModel", (), {"__module__": "comfy.ldm.wan.model", "__qualname__": "WanModel"})
     derived = type("Other", (base,), {"__module__": "comfy.ldm.wan.model", "__qualname__": "Other"})
     assert find_plan(base).models.startswith("Wan") and find_plan(derived) is None
+
+
+def test_times_of_frames_are_repeated_for_their_tokens_and_refused_with_other_tokens():
+    from comfyui_para_core.plans.wan import WAN
+
+    model = mock.Mock(patch_size=(1, 2, 2), ref_conv=torch.nn.Identity())
+    call = {"x": torch.zeros(1, 4, 3, 4, 5), "timestep": torch.arange(3.0)[None]}
+    assert WAN.prepare(model, call)["timestep"].tolist() == [[0.0] * 6 + [1.0] * 6 + [2.0] * 6]
+    assert "reference_latent" in WAN.refusals[0](model, {**call, "reference_latent": torch.zeros(1)})
 
 
 def test_names_of_blocks_streams_and_conditions_agree_in_each_plan():

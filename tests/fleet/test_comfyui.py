@@ -2,6 +2,7 @@
 
 import http.client
 import io
+import re
 import sys
 import types
 from unittest import mock
@@ -30,8 +31,8 @@ class Painter(StandIn):
         size, frames = (request.fields["width"], request.fields["height"]), request.fields.get("num_frames", 1)
         images = [Image.new("RGB", size, (200, 0 if i < 3 else 40 * i, 0)) for i in range(frames)]
         if "num_frames" in request.fields:
-            return tuple(encode([images], request.delivery))
-        return tuple(encode(images, Delivery()))
+            images = [images]  # of one video
+        return tuple(encode(images, request.delivery))
 
 
 @pytest.fixture
@@ -73,7 +74,7 @@ def run(node, port, **inputs):
     specs = {**types_["required"], **types_["optional"]}
     assert inputs.keys() <= specs.keys()
     defaults = {name: spec[1]["default"] for name, spec in specs.items() if len(spec) > 1}
-    inputs = {**defaults, "server": f"http://127.0.0.1:{port}", **inputs}
+    inputs = {**defaults, "server": f" http://127.0.0.1:{port}/\n", **inputs}
     outputs = getattr(node(), node.FUNCTION)(**inputs)
     assert len(outputs) == len(node.RETURN_TYPES) == len(node.RETURN_NAMES)
     return outputs
@@ -92,11 +93,11 @@ def test_text_to_image(nodes, comfy, flux, caplog):
     assert any(record.getMessage().startswith("para_core: negative_prompt") for record in caplog.records)
 
 
-def test_edit_sends_image_and_mask(nodes):
+def test_edit_sends_the_first_image_and_mask(nodes, caplog):
     image, mask = torch.zeros(1, 32, 64, 3), torch.ones(2, 32, 64)
     with serving(Painter(), pipeline=FluxInpaintPipeline) as (port, backend):
         edited, _ = run(nodes["ParaCoreEditImage"], port, **COMMON, image=image, mask=mask, strength=0.5)
-        assert edited.shape == (1, 32, 64, 3)
+        assert edited.shape == (1, 32, 64, 3) and "only the first of 2" in caplog.text
         request = backend.ran[-1][1]
         assert request.fields["strength"] == 0.5
         colors = {name: Image.open(io.BytesIO(files[0])).getpixel((0, 0)) for name, files in request.images.items()}
@@ -133,8 +134,9 @@ def test_errors_are_the_servers_sentences(nodes, monkeypatch):
         monkeypatch.setattr("urllib.request.urlopen", mock.Mock(side_effect=cut))
         with pytest.raises(RuntimeError, match="ended the connection"):
             run(node, port, **COMMON)
-    with pytest.raises(RuntimeError, match=r"file:///etc/passwd.*http"):
-        run(node, port, **COMMON, server="file:///etc/passwd")
+    for server in ("file:///etc/passwd", "http://127.0.0.1:80O0", "http://[::1"):
+        with pytest.raises(RuntimeError, match=rf"server is '{re.escape(server)}'; expected an address"):
+            run(node, port, **COMMON, server=server)
 
 
 def test_random_seed_is_drawn_by_the_server_and_returned(nodes, flux):

@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from diffusers.hooks import apply_group_offloading
 from diffusers.hooks.group_offloading import ModuleGroup
+from diffusers.utils import scale_lora_layers, unscale_lora_layers
+from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -175,14 +177,9 @@ def offload_a_part(name):
     return lambda pipe: apply_group_offloading(getattr(pipe, name), torch.device("cpu"), offload_type="leaf_level")
 
 
-def drop(*names):
-    return lambda pipe: [setattr(pipe, name, None) for name in names]
-
-
 @pytest.mark.parametrize(
     ("change", "options", "message"),
     [
-        (None, {"text_encoders": "disk"}, "disk"),
         (offload_a_part("text_encoder"), {"text_encoders": "offload"}, r"text_encoder .*remove_hook\(.*group_offload"),
         (drop("text_encoder", "text_encoder_2"), {"text_encoders": "first"}, "no text encoder"),
         (None, {"vae_placement": "first", "vae": True}, "first"),
@@ -271,9 +268,7 @@ def scale(pipe):
 
 CHANGES = {
     "scaled": [scale],
-    "loaded": [
-        lambda pipe: pipe.transformer.load_state_dict({k: x / 2 for k, x in pipe.transformer.state_dict().items()})
-    ],
+    "loaded": [lambda x: x.transformer.load_state_dict({k: v / 2 for k, v in x.transformer.state_dict().items()})],
     "moved": [lambda pipe: pipe.to("cpu")],
     "LoRA": [add_lora, lambda pipe: pipe.transformer.set_adapters("default", 0.5)],
     "fused": [lambda pipe: (add_lora(pipe), pipe.transformer.fuse_lora())],
@@ -352,18 +347,21 @@ def test_equal_prompts_are_encoded_once(name):
 @torch.no_grad()
 def test_the_least_recently_used_output_is_dropped():
     encoder = make("flux").text_encoder_2
+    inject_adapter_in_model(LoraConfig(r=2, target_modules=["q"], init_lora_weights=False), encoder)
     kept = EncodedPrompts(SimpleNamespace(text_encoder=encoder))
     encoder(torch.tensor([[1, 2, 3]]))
     size = kept.bytes
     kept.max_bytes = 2 * size + 1
-    for token, misses in ((2, 2), (1, 2), (3, 3), (1, 3), (2, 4)):
+    for token, factor, misses in ((2, 1, 2), (1, 1, 2), (3, 1, 3), (1, 1, 3), (2, 1, 4), (2, 0.3, 5), (2, 0.3, 5)):
+        scale_lora_layers(encoder, factor)
         encoder(torch.tensor([[token, 2, 3]]))
+        unscale_lora_layers(encoder, factor)
         assert kept.misses == misses
         assert kept.bytes <= 2 * size
     kept.max_bytes = 0
     for _ in range(2):
         encoder(torch.tensor([[7, 2, 3]]))
-    assert kept.misses == 6
+    assert kept.misses == 7
     with pytest.raises(ValueError, match="-1"):
         EncodedPrompts(make("flux"), -1)
 
