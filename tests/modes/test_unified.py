@@ -147,7 +147,9 @@ def test_masks_of_multihead_attention(rank_pool, ring, ulysses):
 
 def call_what_no_mode_sees():
     attention, x = make_module("attention", True), tokens(4, seed=dist.get_rank())
-    fused = partial(torch._native_multi_head_attention, x, x, x, 12, 3, *attention.parameters())
+    w, b, *of_out = attention.parameters()
+    fused = partial(torch._native_multi_head_attention, x, x, x, 12, 3, w, b, *of_out)
+    forward = partial(F.multi_head_attention_forward, x, x, x, 12, 3, w, b, None, None, False, 0.0, *of_out, False)
     with torch.no_grad(), UnifiedAttnMode(cpu_mesh(1, 2)) as mode:
         mode.intercepted = True  # This test is about errors, not about the warning that nothing was intercepted.
         q, rank, square = torch.zeros(1, 2, 4, 8), dist.get_rank(), torch.zeros(4, 4).bool()
@@ -157,6 +159,8 @@ def call_what_no_mode_sees():
             r"_native_multi_head_attention.*UnifiedAttnMode\.disable\(\)": fused,
             "need_weights=True": lambda: attention(x, x, x),
             r"attn_mask is \[\.\.\., 4, 4\]": lambda: attention(x, x, x, need_weights=False, attn_mask=square),
+            r"attn_mask is \[3, 2, 2\].* 12 ": lambda: forward(None, False, square[None, :2, :2].repeat(3, 1, 1)),
+            r"key_padding_mask .*torch\.uint8": lambda: forward(square[:, :2].byte(), False, square[:2, :2]),
             "They also disagree about": lambda: attend(mask, is_causal=rank == 1),
             "^the ranks .* about scale.*1 none": lambda: attend(mask, scale=rank + 1.0),
             r"0: \[1, 1, 4, 8\] .*1: \[1, 2, 4, 8\] ": lambda: attend(torch.ones(1, rank + 1, 4, 8).bool()),
@@ -341,8 +345,7 @@ def test_attention_covers_sharded_sequences_and_never_guesses(rank_pool):
         assert relative_error(outs["reversed"], joint) < 1e-5
         assert re.search(r"query has 3 .*cp\.using", outs["unknown"])
         assert re.search(r"10, 4 tokens.*sequence=", outs["ambiguous"])
-        expected = on_one_device(6, 3, seed=2).chunk(2, dim=2)[rank]
-        assert relative_error(outs["forgotten"], expected) < 1e-5
+        assert relative_error(outs["forgotten"], on_one_device(6, 3, seed=2).chunk(2, dim=2)[rank]) < 1e-5
         assert re.search(r"replicated.*cp\.using", str(outs["with replicated tokens"]))
         assert "ValueError" not in str(outs["in one tensor"])
         # Two sequences can be joined in two orders of equal length.
