@@ -2,7 +2,8 @@
 
 A plan knows what the code of one class does with tokens. A subclass with another ``forward``, a replaced
 submodule, an attention processor or a hook may look at the whole sequence, count tokens or index them, and
-would be wrong without an error.
+would be wrong without an error. What a module calls but does not hold, such as a function of the user's in the
+module's globals, is not found.
 
 This only finds and names the code. :mod:`.attention_check` warns of it, and ``adapters/vae/unet.py`` does for
 a UNet. Tests: tests/plans/test_foreign_code.py.
@@ -12,7 +13,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from types import FunctionType
 from typing import Any
 
 from torch import nn
@@ -115,10 +115,6 @@ def _module_of(code: Any) -> str:
 
 def _package_of(code: Any) -> str:
     """Return the name of the package that defines a class, a function or a callable object."""
-    if isinstance(code, type):
-        return code.__module__.partition(".")[0]
-    if isinstance(code, FunctionType):
-        return str(code.__globals__.get("__name__", "")).partition(".")[0]
     return _module_of(code).partition(".")[0]
 
 
