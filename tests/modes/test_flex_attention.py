@@ -33,9 +33,7 @@ def by_distance(score, b, h, q, k):
 
 
 def attend(q, k, v, **options):
-    with warnings.catch_warnings():
-        # flex_attention warns that it is slow without torch.compile.
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):  # flex_attention warns that it is slow without torch.compile.
         return flex_attention(q, k, v, **options)
 
 
@@ -193,11 +191,11 @@ def test_unfitting_masks_raise_on_every_rank(rank_pool):
             assert re.match(f"(Value|Type)Error: (?s:.*){words}", errors[name]), (name, errors[name])
 
 
-def gradients():
+def gradients(ring, ulysses):
     """Return gradients of the operator itself, because flex_attention computes none on a CPU."""
     from torch._higher_order_ops.flex_attention import flex_attention as operator
 
-    S, mesh = 13, cpu_mesh(2, 1)
+    S, mesh = 13, cpu_mesh(ring, ulysses)
     q, k, v = (x.requires_grad_() for x in make_qkv(S, 4, H_kv=2, D=16))
     weights = make_qkv(S, 4, D=16, seed=1)[0]
     mask = create_block_mask(per_head, None, 4, S, S, device="cpu", BLOCK_SIZE=4)
@@ -218,6 +216,7 @@ def gradients():
 
 # Dynamo makes such a function while it traces how score_mod indexes a tensor.
 @pytest.mark.filterwarnings("ignore:<class 'torch.autograd.function.Function'> should not be:DeprecationWarning")
-def test_gradients_equal_one_device(rank_pool):
-    for errors in rank_pool.run(gradients, 2):
+@pytest.mark.parametrize("shape", [(2, 1), (1, 2)])
+def test_gradients_equal_one_device(rank_pool, shape):
+    for errors in rank_pool.run(gradients, 2, *shape):
         assert max(errors) < 1e-5, errors
