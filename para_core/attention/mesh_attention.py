@@ -54,7 +54,8 @@ from para_core.torch_internals import (
 # mask.
 ChooseLayouts = Callable[[int, int, bool], tuple[SequenceLayout, SequenceLayout]]
 
-# The caches of one MeshAttention have at most these numbers of entries. A full cache is emptied.
+# The caches of one MeshAttention have at most these numbers of entries, so that a program whose lengths never
+# repeat does not fill the memory. A full cache is emptied.
 _MOST_SIGNATURES = 1024
 _MOST_STATES = 64
 

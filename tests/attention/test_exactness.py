@@ -197,11 +197,10 @@ drawn_options = st.fixed_dictionaries(
     optional={"attn_func": st.just(own_attention), "backend": st.just("math")},
 )
 SIZES = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
+
+
 # The pool outlives an example, because no state of a job is left when the next one starts.
-any_call = settings(suppress_health_check=[HealthCheck.function_scoped_fixture, *SIZES])
-
-
-@any_call
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture, *SIZES])
 @given(
     mesh=st.sampled_from(MESHES),
     options=drawn_options,

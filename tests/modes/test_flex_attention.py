@@ -53,10 +53,7 @@ def call_of(S, H, H_kv, score_mod, mask_mod, block, batch_and_heads):
 
 
 LAYOUTS = (13, 4, 2, by_distance, per_head, 4, (None, 4))
-
-
-def cross_mask():
-    return create_block_mask(lambda b, h, q, k: (q - k).abs() <= 3, None, None, 13, 5, device="cpu", BLOCK_SIZE=4)
+CROSS_MASK = create_block_mask(lambda b, h, q, k: (q - k).abs() <= 3, None, None, 13, 5, device="cpu", BLOCK_SIZE=4)
 
 
 def attend_in_mode():
@@ -77,7 +74,7 @@ def attend_in_mode():
         with UnifiedAttnMode(mesh) as cp:
             # Cross-attention reads keys that are replicated.
             keys, values = (cp.replicated(x[:, :, :5]) for x in (k, v))
-            out = attend(cp.shard(q, dim=2), keys, values, block_mask=cp.shard(cross_mask()), **options)
+            out = attend(cp.shard(q, dim=2), keys, values, block_mask=cp.shard(CROSS_MASK), **options)
             outs["replicated keys"] = cp.gather(out, dim=2, sequence=cp.sequence(13))
         # Five tokens are replicated, and eight tokens after them are sharded.
         layout = SequenceLayout((Segment("text", 5, replicated=True), Segment("image", 8)), 2)
@@ -99,7 +96,7 @@ def test_flex_attention_equals_one_device(rank_pool):
     (q, k, v), mask, options = call_of(*LAYOUTS)
     expected["out"], expected["lse"] = attend(q, k, v, block_mask=mask, return_lse=True, **options)
     expected["balanced"] = expected["out"]
-    expected["replicated keys"] = attend(q, k[:, :, :5], v[:, :, :5], block_mask=cross_mask(), **options)
+    expected["replicated keys"] = attend(q, k[:, :, :5], v[:, :, :5], block_mask=CROSS_MASK, **options)
     for outs in rank_pool.run(attend_in_mode, 2):
         for name, whole in expected.items():
             finite = whole.nan_to_num(neginf=-100.0)
@@ -210,8 +207,7 @@ def gradients(ring, ulysses):
         parts = [cp.shard(x, dim=2).detach().requires_grad_() for x in (q, k, v)]
         out = run(*parts, cp.shard(mask))
         own = torch.autograd.grad((out * cp.shard(weights, dim=2)).sum(), parts)
-        own = [cp.gather(x, dim=2) for x in own]
-    return [relative_error(gradient, reference) for gradient, reference in zip(own, whole, strict=True)]
+        return [relative_error(cp.gather(x, dim=2), reference) for x, reference in zip(own, whole, strict=True)]
 
 
 # Dynamo makes such a function while it traces how score_mod indexes a tensor.

@@ -214,9 +214,17 @@ def leave_by_an_exception():
         # The default of torch: a mode that never restores it would also have changed it in earlier tests.
         assert torch.backends.mha.get_fastpath_enabled()
         assert mode._known == ()
+
+    def stop(mode, x):  # Dynamo stops this trace before a gather, so that nothing restores the switch.
+        mode.shard(x, 1, sequence=mode.sequence(5))
+        torch._dynamo.graph_break()
+
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        torch.compile(stop, fullgraph=True, backend="eager")(mode, torch.zeros(1, 5))
     alone = F.scaled_dot_product_attention(*make_qkv(6, 2))
     with mode as cp:
         out = attend_whole(cp)
+    assert torch.backends.mha.get_fastpath_enabled()
     gone = weakref.ref(mode)
     del mode, cp
     gc.collect()
@@ -249,8 +257,7 @@ def attend_in_two_threads():
         return outs
 
     with ThreadPoolExecutor(2) as threads:
-        outs = list(threads.map(work, range(2)))
-    return outs, torch.backends.mha.get_fastpath_enabled()
+        return list(threads.map(work, range(2))), torch.backends.mha.get_fastpath_enabled()
 
 
 def test_two_threads_have_modes_and_meshes_of_their_own(rank_pool):
@@ -370,11 +377,10 @@ def use_layouts():
         assert cp._explicit is None
         other = SequenceLayout((Segment("image", 9),), 4)
         outs["ranks"] = outcome(lambda: cp.using(other).__enter__())
-    with UnifiedAttnMode(mesh, layout=layout) as cp:
-        outs["layout="] = attend(cp)
-    with UnifiedAttnMode(mesh) as cp:
         cp.set_layout(layout)
         outs["set_layout"] = attend(cp)
+    with UnifiedAttnMode(mesh, layout=layout) as cp:
+        outs["layout="] = attend(cp)
     outs["key_layout alone"] = outcome(lambda: UnifiedAttnMode(mesh, key_layout=layout))
     return outs
 
