@@ -275,9 +275,8 @@ def attend_in_functions(ring, ulysses):
     own = lambda x: torch.cat([x[..., :4, :], x[..., 4:, :].chunk(ranks, dim=-2)[rank]], dim=-2)  # noqa: E731
     q, k, v = make_qkv(12, 4)
     options = {"attn_mask": own(NEAR), "mesh": mesh, "layout": layout}
-    whole = SequenceLayout((Segment("image", 12, replicated=True),), ranks)
-    with_own_keys = unified_attention(*map(own, (q, k, v)), **options)
-    return outs, [with_own_keys, unified_attention(own(q), k, v, key_layout=whole, **options)]
+    keys = [(own(k), own(v), None), (k, v, SequenceLayout((Segment("image", 12, replicated=True),), ranks))]
+    return outs, [unified_attention(own(q), k, v, key_layout=key_layout, **options) for k, v, key_layout in keys]
 
 
 @pytest.mark.parametrize(("ring", "ulysses"), [(2, 1), (1, 2), (2, 2)])
