@@ -21,6 +21,7 @@ from torch.fx.experimental.symbolic_shapes import guard_or_false
 from para_core.attention.attention_options import AttnOptions
 from para_core.attention.attention_plan import AttentionPlan
 from para_core.attention.backend_selection import check_some_backend, computes_in_float32
+from para_core.attention.backends.pytorch import SWITCHES
 from para_core.attention.call_agreement import (
     NO_MASK,
     MaskRecord,
@@ -54,7 +55,8 @@ from para_core.torch_internals import (
 # mask.
 ChooseLayouts = Callable[[int, int, bool], tuple[SequenceLayout, SequenceLayout]]
 
-# The caches of one MeshAttention have at most these numbers of entries. A full cache is emptied.
+# The caches of one MeshAttention have at most these numbers of entries, so that a program whose lengths never
+# repeat does not fill the memory. A full cache is emptied.
 _MOST_SIGNATURES = 1024
 _MOST_STATES = 64
 
@@ -100,6 +102,10 @@ class MeshAttention:
         self._mesh, self._layouts, self._options = mesh, layouts, options
         self._assume_equal, self._attn_func = assume_equal, attn_func
         self._options_text = options.as_text()
+        # Whether the user's switches allow the backend that the options name; None if it has no switch.
+        self._is_backend_on: Callable[[], bool] | None = None
+        if options.backend is not None:
+            self._is_backend_on = SWITCHES.get(options.backend)
         self._host_groups = HostGroups(mesh)
         # The cache of the current state, and those of all states: see switch_cache(). Keys are those of _lookup_key().
         self._prepared: dict[Any, _Prepared] = {}
@@ -144,8 +150,10 @@ class MeshAttention:
             with torch.autocast(query.device.type, enabled=False):
                 wide = call.with_tensors(query.float(), key.float(), value.float(), mask)
                 return self(wide).to(query.dtype)
+        # The switches are not part of the key. With a backend switched off, _prepare() raises on every rank;
+        # later only ranks that have something to compute would.
         lookup_key = None
-        if not is_traced:
+        if not is_traced and (self._is_backend_on is None or self._is_backend_on()):
             lookup_key = _lookup_key(call)
         prepared = None
         if lookup_key is not None:

@@ -72,7 +72,7 @@ def gather(x: Tensor, dim: int, layout: Layout, ranks: MeshDim) -> Tensor:
 
 def gather_gradient(grad: Tensor, dim: int, layout: Layout, ranks: MeshDim) -> Tensor:
     """Return the gradient of this rank's part, from that of the tokens of all ranks: the transpose of
-    :func:`gather`.
+    :func:`gather`. ``dim`` must not be negative.
 
     The gradients of a sharded token are summed over the ranks. Those of a replicated one are not: each rank
     has a copy of its own, whose gradients the caller sums where it made the copies. Collective.

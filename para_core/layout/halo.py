@@ -29,7 +29,8 @@ def fetch_halo(x: Tensor, dim: int, size: int, sizes: Sequence[int], mesh: Seque
     width, has_groups = mesh.ulysses.size, mesh.ring.size > 1
     first = mesh.ring.index * width
     # With several groups, the first and the last rank of a group get the other end of their own group, to
-    # pass it on to the next (previous) group.
+    # pass it on to the next (previous) group. Only these ranks make the second exchange. It is complete,
+    # because a ring joins the ranks of all groups that have one Ulysses index.
     plan = _plan_halo(sizes[first : first + width], size, mesh.ulysses.index, wraps=has_groups)
     before, after = start_exchange(x, dim, plan, mesh.ulysses)()
     is_first, is_last = mesh.ulysses.index == 0, mesh.ulysses.index == width - 1

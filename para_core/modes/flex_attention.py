@@ -52,7 +52,8 @@ from para_core.modes.registry import (
 from para_core.torch_internals import DisableTorchFunction, flex_attention_operator
 
 # If a call has no mask, flex_attention creates a mask with a single block of at least this size. Such a mask
-# hides nothing, so its lengths are not compared with those of the sequence.
+# hides nothing, so its lengths are not compared with those of the sequence. The size is torch's
+# _LARGE_SPARSE_BLOCK_SIZE.
 _NO_BLOCKS = 1 << 30
 
 _OPTIONS = AttnOptions()
@@ -116,7 +117,7 @@ class FlexOverMesh:
                 return operator(*_store_layout_ids(args), **kwargs)
             return self._trace(operator, _FlexCall(*args, **kwargs))
         if in_eager_code:
-            return self._run(operator, _FlexCall(*_store_layout_ids(args)))
+            return self._run(operator, _FlexCall(*_store_layout_ids(args), **kwargs))
         return operator(*args, **kwargs)
 
     def _run(self, operator: Callable[..., Any], call: _FlexCall) -> Any:
@@ -264,7 +265,7 @@ def _compute_over_mesh(operator: Callable[..., Any], call: _FlexCall, plan: Atte
     out, *stats = _run_on_heads(operator, call, plan, query, key, value)
     out = leave(out, plan)
     local_stats = []
-    for stat, wanted in zip(stats, _wanted_stats(call), strict=False):
+    for stat, wanted in zip(stats, _wanted_stats(call), strict=True):
         if wanted:
             local_stats.append(leave(stat[..., None], plan)[..., 0].contiguous())
         else:

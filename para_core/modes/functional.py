@@ -1,7 +1,8 @@
 """Attention over a mesh as functions with the signature of ``scaled_dot_product_attention`` plus ``mesh=``.
 
 Users call them, nothing in the library does. Each makes a mode of :mod:`.unified` and does not enter it.
-Tests: tests/attention/test_exactness.py, tests/attention/test_gradients.py.
+Tests: tests/attention/test_exactness.py, tests/attention/test_gradients.py, and tests/test_compile.py for
+graphs.
 """
 
 from __future__ import annotations
@@ -56,24 +57,37 @@ def _attend_over_mesh(
         attn_func=attn_func,
         **options,
     )
-    attn_mask = _mark_rows_of_rank(attn_mask, query, key, layout, sequence_ranks)
+    attn_mask = _mark_rows_of_rank(attn_mask, query, key, layout, key_layout, sequence_ranks)
     return mode.attend(SdpaCall(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa))
 
 
 def _mark_rows_of_rank(
-    mask: Tensor | None, query: Tensor, key: Tensor, layout: SequenceLayout | None, mesh: SequenceMesh
+    mask: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    layout: SequenceLayout | None,
+    key_layout: SequenceLayout | None,
+    mesh: SequenceMesh,
 ) -> Tensor | None:
     """Return ``mask``, marked as ``cp.shard`` would if it has a row per query of this rank and all columns.
 
     The caller of a function passes its own part of each tensor, so the rows are those of this rank. Other
-    arguments are returned as they are, and refused later on every rank.
+    arguments are returned as they are, and refused later on every rank. So is every mask in a graph, where
+    sizes alone decide.
     """
     if torch.compiler.is_compiling() or mask is None:
         return mask
     for x in (mask, query, key):
         if not isinstance(x, Tensor) or x.layout != torch.strided or x.is_nested or x.ndim < 2:
             return mask
-    if mask.shape[-2] != query.shape[-2] or mask.shape[-1] <= key.shape[-2]:
+    layout_of_keys = key_layout
+    if key_layout is None:
+        layout_of_keys = layout
+    # Replicated keys are all on this rank, so only their layout tells that these are all columns.
+    has_all_columns = mask.shape[-1] > key.shape[-2] or (
+        layout_of_keys is not None and mask.shape[-1] == layout_of_keys.total
+    )
+    if mask.shape[-2] != query.shape[-2] or not has_all_columns:
         return mask
     if layout is None:
         layout = even_layout(query.shape[-2] * mesh.ranks, mesh.ranks)

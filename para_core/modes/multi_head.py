@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from para_core.attention.mask_rows import copy_mark
-from para_core.attention.sdpa_call import Fail, SdpaCall, SdpaHandler, raise_here
+from para_core.attention.sdpa_call import MASK_DTYPES, Fail, SdpaCall, SdpaHandler, raise_here
 from para_core.modes.registry import AttentionOwner, register_function
 
 
@@ -125,8 +125,18 @@ def _merge_masks(
     In bool arguments True hides a key; in a bool result True shows it. ``key_padding_mask`` is ``[B, S_k]``
     or ``[S_k]``, and ``attn_mask`` ``[S_q, S_k]``, or ``[B * H, S_q, S_k]`` (``[H, S_q, S_k]`` without a
     batch). The result is marked like ``attn_mask`` if ``cp.shard`` made its rows. Raise ``ValueError`` by
-    ``fail`` if the masks are for different numbers of keys.
+    ``fail`` for another dtype, if ``attn_mask`` has another first dim, or if the masks are for different
+    numbers of keys.
     """
+    for name, one_mask in (("attn_mask", attn_mask), ("key_padding_mask", key_padding_mask)):
+        # An integer mask would be added to the scores if it is combined with the other one.
+        if one_mask is not None and one_mask.dtype not in MASK_DTYPES:
+            fail(
+                ValueError(
+                    f"{name} has dtype {one_mask.dtype}; expected bool (True: hidden), or a float of 16 bits or more "
+                    "that is added."
+                )
+            )
     if (
         attn_mask is not None
         and key_padding_mask is not None
@@ -140,6 +150,14 @@ def _merge_masks(
         )
     of_queries = attn_mask
     if of_queries is not None and of_queries.ndim == query.ndim == 3:
+        expected = query.shape[1] * num_heads
+        if of_queries.shape[0] != expected:
+            fail(
+                ValueError(
+                    f"attn_mask is {list(of_queries.shape)}; expected [B * H, S_q, S_k], here with {expected} in the "
+                    "first dim, or two dims for all samples and heads."
+                )
+            )
         of_queries = torch.unflatten(of_queries, 0, (-1, num_heads))  # to [B, H, S_q, S_k]
     of_keys = key_padding_mask
     if of_keys is not None:

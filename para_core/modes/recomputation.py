@@ -120,9 +120,14 @@ def bind_model_checkpoints(bind: Bind, module: nn.Module) -> Iterator[None]:
     """Bind each function that the activation checkpointing of a diffusers model recomputes in the backward.
 
     Affects the checkpoints of ``module`` and its submodules inside the ``with`` block. Does nothing without
-    gradients, or while tracing, because a graph contains its own recomputation.
+    gradients, or while tracing, because a graph contains its own recomputation. A submodule that has the
+    flag of diffusers and calls ``torch.utils.checkpoint`` itself is left to the other two functions.
     """
-    checkpointing = _find_checkpointing(module)
+    checkpointing = [
+        (submodule, submodule._gradient_checkpointing_func)
+        for submodule in _find_checkpointing(module)
+        if hasattr(submodule, "_gradient_checkpointing_func")
+    ]
     for submodule, checkpoint in checkpointing:
         submodule._gradient_checkpointing_func = partial(_run_bound_checkpoint, bind, checkpoint)
     try:
@@ -145,16 +150,14 @@ def check_checkpointing(module: nn.Module) -> None:
         )
 
 
-def _find_checkpointing(module: nn.Module) -> list[tuple[Any, Any]]:
-    """Return ``(submodule, its checkpoint function)`` for each submodule with activation checkpointing on.
+def _find_checkpointing(module: nn.Module) -> list[Any]:
+    """Return the submodules whose flag ``gradient_checkpointing`` is on.
     The list is empty if gradients are disabled and while tracing.
     """
     if not torch.is_grad_enabled() or torch.compiler.is_compiling():
         return []
     return [
-        (submodule, submodule._gradient_checkpointing_func)
-        for submodule in module.modules()
-        if getattr(submodule, "gradient_checkpointing", False)
+        submodule for submodule in module.modules() if getattr(submodule, "gradient_checkpointing", False)
     ]
 
 

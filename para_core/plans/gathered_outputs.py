@@ -1,12 +1,14 @@
 """Gather the outputs of a module whose tokens a plan has sharded.
 
 The segments that a gather refers to were noted by :mod:`.split_rules` earlier in the same call. Outputs of
-split samples are gathered in :mod:`.samples`. Tests: tests/plans/test_exactness.py, tests/plans/test_plan.py.
+split samples are gathered in :mod:`.samples`. :mod:`.region` calls :meth:`GatheredOutputs.gather_outputs` for
+the model, and :mod:`.submodule_calls` for the modules that a plan names. Tests: tests/plans/test_exactness.py,
+tests/plans/test_plan.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, MutableMapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -43,11 +45,14 @@ class GatheredOutputs(SegmentsOfCall):
         self._known_gathers: dict[tuple[int, Segment, int, int], _KnownGather] = {}
 
     def gather_outputs(self, output: Any, gathers: Sequence[Gather | None]) -> Any:
-        """Return a module's output with its i-th tensor gathered by ``gathers[i]``, if that is not None.
-        Collective.
+        """Return a module's output with its i-th entry or field gathered by ``gathers[i]``, if neither is
+        None. Gathers for further entries than there are do nothing. Collective.
 
-        ``output`` is a tensor, a tuple or list, a dataclass, or a ``ModelOutput`` of diffusers, which is
-        changed in place.
+        ``output`` is a tensor, a tuple or list, a dataclass, or a dict or ``ModelOutput`` of diffusers, which
+        is changed in place.
+
+        Raises:
+            TypeError: ``output`` is none of these.
         """
         if isinstance(output, Tensor):
             return self._gather(output, gathers[0])
@@ -67,6 +72,11 @@ class GatheredOutputs(SegmentsOfCall):
         if isinstance(output, (tuple, list)):
             gathered = [self._gather(value, gather) for value, gather in zip(output, gathers, strict=False)]
             return type(output)([*gathered, *output[len(gathered) :]])
+        if not isinstance(output, MutableMapping):
+            raise TypeError(
+                f"the plan gathers an output that is a {type(output).__name__}; expected a tensor, tuple, list, dict "
+                "or dataclass. Name a module inside it that returns the tensor."
+            )
         # Change a ModelOutput in place, because its entries are also attributes. It has no entry for a field that
         # is None, so count its fields.
         names = list(getattr(output, "__dataclass_fields__", output))
@@ -100,6 +110,8 @@ class GatheredOutputs(SegmentsOfCall):
             if not gather.after_replicated:
                 layout = SequenceLayout(layout.segments[::-1], self.mesh.ranks)
             return self.put_together(value, gather.dim, layout)
+        # A tensor has an entry for each token, or one for each group. The numbers differ on every rank or on
+        # none, because a sharded segment of groups has one on each rank: see _segment_of_groups().
         groups = groups_of(segment)
         if value.shape[gather.dim] == groups.size(self.mesh.rank, self.mesh.ranks):
             segment = groups

@@ -1,7 +1,7 @@
-"""Questions to a plan: which segments a module's attention calls see, and which segments consist of rows or frames.
+"""Questions to a plan: which segments the calls of a ``OneForEach`` see, and which segments consist of rows or frames.
 
-:mod:`.submodule_calls` asks the first for a ``OneForEach``, :mod:`.region` the second. Tests:
-tests/plans/test_exactness.py.
+:mod:`.submodule_calls` asks the first in each call of such a module, :mod:`.region` the second. Tests:
+tests/adapters/test_transformers.py (Qwen-Image 2.1) and tests/plans/test_exactness.py.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from typing import Any
 
 from para_core.plans.plan import (
     Attention,
-    AttentionByHeads,
     Entries,
     Gather,
     OneForEach,
@@ -22,20 +21,16 @@ from para_core.plans.plan import (
 
 
 def attention_calls(
-    attention: tuple[Attention, ...] | OneForEach | AttentionByHeads,
+    attention: OneForEach,
     parameters: tuple[str, ...],
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
 ) -> tuple[Attention, ...]:
     """Return the segments of each attention call that a module makes when it is called with ``args`` and
-    ``kwargs``.
+    ``kwargs``, by its positional ``parameters``. The last entry also applies to all further calls.
 
-    The last entry also applies to all further calls.
+    ``attention.parameter`` is a list or tuple; None, or an argument that is left out, has no entries.
     """
-    if isinstance(attention, AttentionByHeads):
-        return (Attention((attention.segment,)),)
-    if not isinstance(attention, OneForEach):
-        return attention
     entries = {**dict(zip(parameters, args, strict=False)), **kwargs}.get(attention.parameter) or ()
     return (attention.each,) * len(entries) + (attention.last,)
 

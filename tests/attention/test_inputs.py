@@ -27,7 +27,7 @@ def own(mesh, tensors):
 
 # -- Odd calls. Each is made with a rank's parts, and with whole tensors on one device.
 
-ADDED = torch.ones(12, 12).tril().log()
+ADDED, PADDING = torch.ones(12, 12).tril().log(), torch.arange(9) < 5
 ODD = {
     "numpy scale": lambda q, k, v: sdpa(q, k, v, scale=np.float64(0.3)),
     "tensor scale": lambda q, k, v: sdpa(q, k, v, None, 0.0, False, scale=torch.tensor(0.3)),
@@ -62,17 +62,14 @@ def test_inputs_of_sdpa_are_accepted(rank_pool, ring, ulysses):
     grouped = [x[:1, :2].repeat_interleave(2, dim=1) for x in (k, v)]  # SDPA alone takes no broadcast with groups.
     expected["one key of grouped heads"] = sdpa(q, *grouped)
     # Queries, keys, values and the result have 8 bits of mantissa, and what is not cast has its own.
-    expected |= {"autocast": sdpa(q, k, v), "autocast mask": sdpa(q, k, v, ADDED)}
+    expected |= {"autocast": sdpa(q, k, v).bfloat16(), "autocast mask": sdpa(q, k, v, ADDED).bfloat16()}
     expected["autocast float64"] = sdpa(q.double(), k.double(), v.double())
     for rank, outs in enumerate(rank_pool.run(attend_oddly, ring * ulysses, ring, ulysses)):
         for name, out in outs.items():
             whole = expected[name].chunk(ring * ulysses, dim=-2)[rank]
-            if name in ("autocast", "autocast mask"):
-                assert out.dtype == torch.bfloat16
-                assert relative_error(out.float(), whole) < 1e-2
-            else:
-                assert out.dtype == whole.dtype
-                assert relative_error(out, whole) < (1e-12 if out.dtype == torch.float64 else 1e-5), name
+            assert out.dtype == whole.dtype, name
+            bound = {torch.bfloat16: 1e-2, torch.float32: 1e-5, torch.float64: 1e-12}[out.dtype]
+            assert relative_error(out.double(), whole.double()) < bound, name
 
 
 def attend_in_autocast(ring, ulysses):
@@ -130,14 +127,14 @@ def test_masks_of_few_entries_are_accepted(rank_pool, ring, ulysses):
 
 
 def attend_with_declared_masks(ring, ulysses):
-    outs, padding = [], torch.arange(9) < 5
+    outs = []
     q, k, v = make_qkv(13, 4, S_k=9)
     with torch.no_grad(), UnifiedAttnMode(cpu_mesh(ring, ulysses)) as cp:
         k = cp.replicated(k)
         part = cp.shard(q, dim=2)
         outs.append(cp.gather(sdpa(part, k, v), dim=2))
-        outs.append(cp.gather(sdpa(part, k, v, padding[None]), dim=2))
-        own_padding = cp.shard(padding.repeat(2)[:13], dim=0)
+        outs.append(cp.gather(sdpa(part, k, v, PADDING[None]), dim=2))
+        own_padding = cp.shard(PADDING.repeat(2)[:13], dim=0)
         outs.append(cp.gather(sdpa(part, part, part, cp.local_mask(own_padding[None])), dim=2))
         joint = torch.cat([k, part], dim=2)
         with pytest.raises(ValueError, match=r"cp\.using\(.*replicated=True"):
@@ -148,8 +145,7 @@ def attend_with_declared_masks(ring, ulysses):
 @pytest.mark.parametrize(("ring", "ulysses"), [(3, 1), (2, 2)])
 def test_replicated_keys_and_local_masks_are_declared(rank_pool, ring, ulysses):
     q, k, v = make_qkv(13, 4, S_k=9)
-    padding = torch.arange(9) < 5
-    expected = [sdpa(q, k, v), sdpa(q, k, v, padding[None]), sdpa(q, q, q, padding.repeat(2)[:13][None])]
+    expected = [sdpa(q, k, v), sdpa(q, k, v, PADDING[None]), sdpa(q, q, q, PADDING.repeat(2)[:13][None])]
     for outs in rank_pool.run(attend_with_declared_masks, ring * ulysses, ring, ulysses):
         for out, whole in zip(outs, expected, strict=True):
             assert relative_error(out, whole) < 1e-5
@@ -261,12 +257,16 @@ def test_other_tensors_and_options_of_one_rank_are_refused(rank_pool):
 def pin_a_backend(ring, ulysses, heads, assume_equal):
     mesh = cpu_mesh(ring, ulysses)
     q, k, v = own(mesh, make_qkv(12, heads))
-    with torch.no_grad(), UnifiedAttnMode(mesh, assume_equal=assume_equal) as cp:
-        sdpa(q, k, v)  # The mode knows this sequence before the switch.
-        message = r"sdpa_kernel\(.* EFFICIENT_ATTENTION.* torch.float32 .*8 and 8 "
-        with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION]), pytest.raises(RuntimeError, match=message):
-            sdpa(q, k, v)
-        return cp.gather(sdpa(q, k, v), dim=2)
+    for backend, allowed, message in (
+        ("flash", SDPBackend.MATH, r"'flash' is switched off by sdpa_kernel\("),
+        (None, SDPBackend.EFFICIENT_ATTENTION, r"sdpa_kernel\(.* EFFICIENT_ATTENTION.* torch.float32 .*8 and 8 "),
+    ):
+        with torch.no_grad(), UnifiedAttnMode(mesh, assume_equal=assume_equal, backend=backend) as cp:
+            sdpa(q, k, v)  # The mode knows this sequence before the switch.
+            with sdpa_kernel([allowed]), pytest.raises(RuntimeError, match=message):
+                sdpa(q, k, v)
+            out = cp.gather(sdpa(q, k, v), dim=2)
+    return out
 
 
 @pytest.mark.parametrize(("ring", "ulysses", "heads", "equal"), [(1, 2, 1, False), (1, 4, 3, True), (2, 1, 2, False)])

@@ -33,9 +33,7 @@ def by_distance(score, b, h, q, k):
 
 
 def attend(q, k, v, **options):
-    with warnings.catch_warnings():
-        # flex_attention warns that it is slow without torch.compile.
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):  # flex_attention warns that it is slow without torch.compile.
         return flex_attention(q, k, v, **options)
 
 
@@ -55,10 +53,7 @@ def call_of(S, H, H_kv, score_mod, mask_mod, block, batch_and_heads):
 
 
 LAYOUTS = (13, 4, 2, by_distance, per_head, 4, (None, 4))
-
-
-def cross_mask():
-    return create_block_mask(lambda b, h, q, k: (q - k).abs() <= 3, None, None, 13, 5, device="cpu", BLOCK_SIZE=4)
+CROSS_MASK = create_block_mask(lambda b, h, q, k: (q - k).abs() <= 3, None, None, 13, 5, device="cpu", BLOCK_SIZE=4)
 
 
 def attend_in_mode():
@@ -79,7 +74,7 @@ def attend_in_mode():
         with UnifiedAttnMode(mesh) as cp:
             # Cross-attention reads keys that are replicated.
             keys, values = (cp.replicated(x[:, :, :5]) for x in (k, v))
-            out = attend(cp.shard(q, dim=2), keys, values, block_mask=cp.shard(cross_mask()), **options)
+            out = attend(cp.shard(q, dim=2), keys, values, block_mask=cp.shard(CROSS_MASK), **options)
             outs["replicated keys"] = cp.gather(out, dim=2, sequence=cp.sequence(13))
         # Five tokens are replicated, and eight tokens after them are sharded.
         layout = SequenceLayout((Segment("text", 5, replicated=True), Segment("image", 8)), 2)
@@ -101,7 +96,7 @@ def test_flex_attention_equals_one_device(rank_pool):
     (q, k, v), mask, options = call_of(*LAYOUTS)
     expected["out"], expected["lse"] = attend(q, k, v, block_mask=mask, return_lse=True, **options)
     expected["balanced"] = expected["out"]
-    expected["replicated keys"] = attend(q, k[:, :, :5], v[:, :, :5], block_mask=cross_mask(), **options)
+    expected["replicated keys"] = attend(q, k[:, :, :5], v[:, :, :5], block_mask=CROSS_MASK, **options)
     for outs in rank_pool.run(attend_in_mode, 2):
         for name, whole in expected.items():
             finite = whole.nan_to_num(neginf=-100.0)
@@ -193,11 +188,11 @@ def test_unfitting_masks_raise_on_every_rank(rank_pool):
             assert re.match(f"(Value|Type)Error: (?s:.*){words}", errors[name]), (name, errors[name])
 
 
-def gradients():
+def gradients(ring, ulysses):
     """Return gradients of the operator itself, because flex_attention computes none on a CPU."""
     from torch._higher_order_ops.flex_attention import flex_attention as operator
 
-    S, mesh = 13, cpu_mesh(2, 1)
+    S, mesh = 13, cpu_mesh(ring, ulysses)
     q, k, v = (x.requires_grad_() for x in make_qkv(S, 4, H_kv=2, D=16))
     weights = make_qkv(S, 4, D=16, seed=1)[0]
     mask = create_block_mask(per_head, None, 4, S, S, device="cpu", BLOCK_SIZE=4)
@@ -212,12 +207,12 @@ def gradients():
         parts = [cp.shard(x, dim=2).detach().requires_grad_() for x in (q, k, v)]
         out = run(*parts, cp.shard(mask))
         own = torch.autograd.grad((out * cp.shard(weights, dim=2)).sum(), parts)
-        own = [cp.gather(x, dim=2) for x in own]
-    return [relative_error(gradient, reference) for gradient, reference in zip(own, whole, strict=True)]
+        return [relative_error(cp.gather(x, dim=2), reference) for x, reference in zip(own, whole, strict=True)]
 
 
 # Dynamo makes such a function while it traces how score_mod indexes a tensor.
 @pytest.mark.filterwarnings("ignore:<class 'torch.autograd.function.Function'> should not be:DeprecationWarning")
-def test_gradients_equal_one_device(rank_pool):
-    for errors in rank_pool.run(gradients, 2):
+@pytest.mark.parametrize("shape", [(2, 1), (1, 2)])
+def test_gradients_equal_one_device(rank_pool, shape):
+    for errors in rank_pool.run(gradients, 2, *shape):
         assert max(errors) < 1e-5, errors

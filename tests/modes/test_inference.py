@@ -14,7 +14,6 @@ from tests.layout.test_sequence import positions
 SEGMENTS = st.lists(
     st.builds(Segment, name=st.just("x"), total=st.integers(0, 12), replicated=st.booleans()), min_size=1, max_size=8
 ).map(tuple)
-INFER = [sequence_of_length, sequence_of_symbolic_length]
 
 
 def sizes_of(segments, ranks):
@@ -47,7 +46,7 @@ def verdict_by_hand(held, segments, rank, ranks, ordered):
     return layouts, {"replicated=True"} if mixed else set()
 
 
-@pytest.mark.parametrize("infer", INFER)
+@pytest.mark.parametrize("infer", [sequence_of_length, sequence_of_symbolic_length])
 @settings(max_examples=max(60, settings().max_examples))
 @given(data=st.data(), segments=SEGMENTS, ranks=st.integers(1, 5), ordered=st.booleans())
 def test_verdict_equals_exhaustive_comparison_on_every_rank(infer, data, segments, ranks, ordered):

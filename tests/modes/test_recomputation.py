@@ -79,8 +79,7 @@ def call_in_own_function(cp, block, x, reentrant):
     return OwnCheckpoint.apply(block, 1, x, *block.parameters())
 
 
-WAYS = (call_unbound, call_bound)
-CALLS = list(itertools.product(WAYS, (True, False), (True, False)))
+CALLS = list(itertools.product((call_unbound, call_bound), (True, False), (True, False)))
 CALLS += [(call_in_own_function, True, True), (call_in_own_function, True, False)]
 CALLS += [(call_compiled, True, False), (call_compiled, False, True)]
 

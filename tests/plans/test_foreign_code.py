@@ -24,10 +24,6 @@ class Subclass(FluxTransformer2DModel):
         return super().forward(hidden_states - hidden_states.mean(1, keepdim=True), **kwargs)
 
 
-class SameForward(FluxTransformer2DModel):
-    size = 3
-
-
 class Mixing(nn.Module):
     def __init__(self, inner):
         super().__init__()
@@ -70,15 +66,17 @@ def at_many_places(model):
         block.attn.set_processor(FirstTokens())
 
 
+# A class of torch in which the user has replaced a method.
+Patched = type("Patched", (nn.Identity,), {"__module__": "torch.nn", "forward": observe})
 CHANGES = {
     "module": (with_submodule, ["Mixing at 'transformer_blocks.1.ff'"]),
-    "processor": (
-        lambda model: model.single_transformer_blocks[0].attn.set_processor(FirstTokens()),
-        ["FirstTokens at 'single_transformer_blocks.0.attn'"],
-    ),
     "hook": (with_hook(observe), ["observe at 'transformer_blocks.0'"]),
     "forward": (with_forward, ["'transformer_blocks.0.ff'"]),
-    "many places": (at_many_places, ["transformer_blocks.0", "transformer_blocks.0"]),
+    "method of a class": (lambda model: model.add_module("extra", Patched()), ["of Patched at 'extra'"]),
+    "many places": (
+        at_many_places,
+        ["<lambda> at 'transformer_blocks.0'", "FirstTokens at 'transformer_blocks.0.attn'"],
+    ),
     "hook of torch": (with_hook(torch.compiler.is_compiling), []),
     "lora": (lambda model: model.add_adapter(LoraConfig(r=2, target_modules=["to_q"])), []),
     "copy": (copy.deepcopy, []),
@@ -102,7 +100,7 @@ def test_package_and_class_of_the_plan_are_known():
         (as_class(Subclass), FluxTransformer2DModel, 1),
         (as_class(Subclass), Subclass, 0),
         # A subclass counts only if it overrides the forward.
-        (as_class(SameForward), FluxTransformer2DModel, 0),
+        (as_class(type("SameForward", (FluxTransformer2DModel,), {})), FluxTransformer2DModel, 0),
         (nn.Sequential(mixing), nn.Sequential, 1),
         (mixing, Mixing, 0),
     ]:

@@ -178,6 +178,7 @@ REFUSED = [
     (with_unfitting_plan, (Model(), MISSING, INSIDE), ValueError, r"'nothing'.* Model "),
     (AT_ONE.apply_to_outputs, ((ONE,), {1: Split(1, "image")}, "norm"), ValueError, r"norm\[1\].* 1 "),
     (AT_ONE.apply_to_outputs, (ONE, {1: Split(1, "image")}, "norm"), ValueError, r"norm\[1\].* 1 "),
+    (AT_ONE.gather_outputs, (iter([ONE]), (Gather(1, "image"),)), TypeError, "list_iterator; expected a tensor"),
     (with_unfitting_plan, (SECOND_WITHOUT, replace(HEADS, attention={"*": BY_HEADS})), AttributeError, "heads"),
     (after_an_error, (), AttributeError, "no attribute 'heads'"),
     (with_example, (EXAMPLES["flux, published"], THREE_IDS), ValueError, r"img_ids has 3 dims \[1, 10, 3\].* 2"),

@@ -67,25 +67,26 @@ def usp_backward(
     if plan.ulysses is not None:
         grad_out = plan.ulysses.enter_gradient(grad_out)
     heads = plan.heads.key_of_each_query(plan.spec.mesh.ulysses.index, grad_out.device)
-    masked_keys, query = mask, saved.query
+    query, mask_of_options = saved.query, mask
     for option in plan.spec.options.others:
-        masked_keys = option.mask_of_gradient(plan, query, saved.key, masked_keys, heads)
+        mask_of_options = option.mask_of_gradient(plan, query, saved.key, mask_of_options, heads)
     into = QueryGradients.of(
         grad_out=grad_out,
         query=query,
         out=saved.out,
         lse=saved.lse,
-        mask=masked_keys,
+        mask=mask_of_options,
         tiling=plan.style.tiling,
         key_heads=heads,
         mask_gradient=mask_gradient,
     )
-    grad_key, grad_value = compose_backward_once(plan, masked_keys is not None)(
-        into, saved.key, saved.value, 0
-    )
+    # As in the forward, the style gets this rank's own keys, which are block 0, and brings those of others.
+    backward = compose_backward_once(plan, mask_of_options is not None)
+    grad_key, grad_value = backward(into, saved.key, saved.value, 0)
     grads = [into.grad_query.to(query.dtype), grad_key.to(saved.key.dtype), grad_value.to(saved.value.dtype)]
     grad_mask = into.grad_mask
     if grad_mask is not None and mask is not None:
+        # The mask of the options may have more rows, heads or samples than the user's, whose gradients add up.
         grad_mask = grad_mask.sum_to_size(mask.shape)
     if plan.ulysses is not None:
         grads = plan.ulysses.leave_gradients(*grads)
