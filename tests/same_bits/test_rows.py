@@ -116,13 +116,10 @@ def test_check_names_what_depends_on_rows():
         # Other sizes give other values. Over tokens they are not compared.
         return lambda y: y.mean(dim, keepdim=True) * y.shape[1]
 
-    for function in (F.silu, mean_over(1)):
-        compare(check, one, function, x)
-    assert check.findings == []
-    for function in (add_up, add_up, mean_over(-1)):  # The second time it is known.
+    for function in (F.silu, mean_over(1), add_up, add_up, mean_over(-1)):  # The second time it is known.
         compare(check, one, function, x)
     assert check.findings[0] == "add_up of 2 × 6 × 96 in float32: differs from 2 × 13 × 96 in one process"
-    assert check.findings[1].startswith("<lambda> of ") and not check.found.at_place
+    assert len(check.findings) == 2 and check.findings[1].startswith("<lambda> of ") and not check.found.at_place
 
 
 def test_what_differs_by_rounding_is_computed_at_its_place():
@@ -155,7 +152,6 @@ def test_what_has_no_samples_is_computed_as_it_is(monkeypatch):
     check, line, image = new_check(), torch.ones(8), torch.ones(4, 3, 3)
     with mode.SameBits(None, 2, check.found, check):
         torch.tensor(0.0).tanh(), F.layer_norm(line, (8,)), F.linear(line, line[None]), F.conv2d(image, image[None])
-        assert check.findings == []
         torch.ones(2, 4).mean()
     assert check.findings == ["mean of 2 × 4 in float32: one number of all samples"]
 

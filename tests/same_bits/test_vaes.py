@@ -47,8 +47,7 @@ def functions_of_rows():
     last = x.contiguous(memory_format=torch.channels_last)
     functions = {
         # Five groups do not divide by the ranks, and one group leaves ranks without any.
-        "five groups": (lambda y: F.group_norm(y[:, :10], 5), x),
-        "one group": (lambda y: F.group_norm(y, 1, weight[0, :, 0, 0], weight[1, :, 0, 0]), x),
+        "groups": (lambda y: F.group_norm(F.group_norm(y, 1, *weight[:2, :, 0, 0])[:, :10], 5), x),
         "groups, channels last": (lambda y: F.group_norm(y, 4), last),
         "frames of rows": (lambda y: F.group_norm(y.flatten(2), 2), x.unflatten(1, (4, 3))),
         "convolution and pool": (lambda y: F.avg_pool2d(F.conv2d(y, weight, padding=1), 2), x),
@@ -58,8 +57,7 @@ def functions_of_rows():
         "mean of channels": (lambda y: torch.rsqrt(y.square().mean(dim=1, keepdim=True) + 1e-6) * y, x),
         "powers": (lambda y: y.abs() ** 1.7, x),
         "sums with alpha": (lambda y: torch.rsub(y.add(y[:, :1], alpha=0.3), y[:, 1:2], alpha=0.3), x.bfloat16()),
-        "half of the channels": (lambda y: F.silu(y.chunk(2, dim=1)[1]), x),
-        "in place": (lambda y: F.silu(y.clone(), inplace=True), x),
+        "half of the channels, in place": (lambda y: F.silu(y.clone().chunk(2, dim=1)[1], inplace=True), x),
         "attention": (lambda y: F.scaled_dot_product_attention(y, y, y), x.permute(0, 3, 2, 1)),
         "product over rows": (lambda y: y @ (y.transpose(-1, -2) @ y), x.permute(0, 3, 2, 1)),
     }
