@@ -273,7 +273,9 @@ def outcomes_on_virtual_ranks(
             outcomes[rank] = RankOutcome(error=error)
         except SystemExit as error:
             # It would end this thread in silence, as if the rank had returned None.
-            outcomes[rank] = RankOutcome(error=RuntimeError(f"a virtual rank called sys.exit({error.code!r})."))
+            outcomes[rank] = RankOutcome(
+                error=RuntimeError(f"a virtual rank called sys.exit({error.code!r}).")
+            )
         finally:
             ranks.turn.release()
             ranks.leave(failed=outcomes[rank].error is not None)

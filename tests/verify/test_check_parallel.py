@@ -233,6 +233,7 @@ def parallel():
         (lambda: make(change=threading.Lock()), {}, RuntimeError, r"Model .*copied .*lock"),
         (parallel, {"plan": FLUX_PLAN}, ValueError, "FluxTransformer2DModel is already parallel"),
         (lambda: F.relu, {}, TypeError, "function"),
+        (lambda: make().to("meta"), {}, ValueError, "Model is on the meta device"),
         (lambda: nn.Sequential(Fails(12, ArithmeticError)), {}, ArithmeticError, "12 tokens"),
     ],
 )
