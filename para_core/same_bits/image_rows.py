@@ -297,7 +297,7 @@ def _interpolate(mode: SameBitsRows, func: Function, args: Sequence[Any], kwargs
 _BY_RULE: dict[Callable[..., Any], str] = {
     _run_on_rows: """
         rsqrt exp exp2 expm1 log log2 log10 log1p sin cos tan asin acos atan sinh cosh tanh sigmoid erf erfc
-        leaky_relu silu gelu mish elu selu celu softplus hardswish hardsigmoid logsigmoid softsign
+        leaky_relu silu gelu mish elu selu celu softplus hardswish hardsigmoid log_sigmoid softsign
         tanhshrink sinc softmax log_softmax cumsum glu normalize adaptive_avg_pool1d layer_norm rms_norm linear
         batch_norm
     """,

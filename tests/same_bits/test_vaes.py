@@ -55,7 +55,7 @@ def functions_of_rows():
         "bilinear": (lambda y: F.interpolate(y, scale_factor=2, mode="bilinear"), x),
         "mean of rows": (lambda y: y.mean(dim=(2, 3), keepdim=True), x),
         "mean of channels": (lambda y: torch.rsqrt(y.square().mean(dim=1, keepdim=True) + 1e-6) * y, x),
-        "powers": (lambda y: y.abs() ** 1.7, x),
+        "powers": (lambda y: F.logsigmoid(y.abs() ** 1.7), x),
         "sums with alpha": (lambda y: torch.rsub(y.add(y[:, :1], alpha=0.3), y[:, 1:2], alpha=0.3), x.bfloat16()),
         "half of the channels, in place": (lambda y: F.silu(y.clone().chunk(2, dim=1)[1], inplace=True), x),
         "attention": (lambda y: F.scaled_dot_product_attention(y, y, y), x.permute(0, 3, 2, 1)),
