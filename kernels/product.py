@@ -23,6 +23,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+import para_core.triton_support
+
 PRODUCT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 LIBRARY = torch.library.Library("para_core", "FRAGMENT")
 # Programs of so many neighbouring tiles of rows run one after the other, so that they find their columns of
@@ -161,6 +163,16 @@ def launch_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return out
 
 
+def _launch_in_interpreter(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Launch the kernel on CPU tensors, also of a graph. Raise ``RuntimeError`` without Triton's interpreter."""
+    if not para_core.triton_support.is_interpreting():
+        raise RuntimeError(
+            'products="triton" needs a CUDA device, and a product is on the CPU. Leave products out; Triton\'s own '
+            "interpreter runs it there (TRITON_INTERPRET=1)."
+        )
+    return launch_product(x, weight, bias)
+
+
 def tile_for(x: Tensor) -> ProductTile:
     """Return the tile of the dtype of ``x``; on a CPU that of Triton's interpreter."""
     if x.is_cpu:
@@ -213,7 +225,6 @@ def _save(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor | None], output: Tensor
 # para_core.distributed.collectives.define_operator).
 LIBRARY.define("product(Tensor x, Tensor weight, Tensor? bias) -> Tensor", tags=(torch.Tag.cudagraph_unsafe,))
 LIBRARY.impl("product", launch_product, "CUDA")
-# On CPU tensors the kernel runs in Triton's interpreter.
-LIBRARY.impl("product", launch_product, "CPU")
+LIBRARY.impl("product", _launch_in_interpreter, "CPU")
 torch.library.register_fake("para_core::product", _empty_output, lib=LIBRARY)
 torch.library.register_autograd("para_core::product", _gradients, setup_context=_save, lib=LIBRARY)

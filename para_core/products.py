@@ -37,6 +37,8 @@ class TritonProducts(TorchFunctionMode):
 
     Raises:
         ImportError: Triton is not installed, or there is no C compiler for it.
+        TypeError: In a product inside the context: an operand is quantized or sharded.
+        RuntimeError: In a product inside the context: its device, or forward-mode AD, is not supported.
     """
 
     def __init__(self) -> None:
@@ -65,12 +67,9 @@ class TritonProducts(TorchFunctionMode):
 
 
 def _check_can_run(x: Tensor) -> None:
-    """Raise ``RuntimeError`` if the kernel does not run on the device of ``x``, or not in forward-mode AD."""
-    if x.device.type == "cpu" and not triton_support.is_interpreting():
-        raise RuntimeError(
-            'products="triton" needs a CUDA device, and a product is on the CPU. Leave products out; Triton\'s own '
-            "interpreter runs it there (TRITON_INTERPRET=1)."
-        )
+    """Raise ``RuntimeError`` if the kernel does not run on the device of ``x``, or not in forward-mode AD. The
+    kernel itself refuses the CPU.
+    """
     if x.is_cuda and triton_support.load_kernel("product", x.device) is None:
         raise RuntimeError(
             f'products="triton" needs compute capability 8.0 (Ampere) or later, and {x.device} has less. Leave '

@@ -16,14 +16,14 @@ Function = Callable[..., Any]
 _NOT_IN_PLACE = ("__invert__", "__index__", "__int__", "__iter__")
 
 # Functions of one tensor whose result has an element for each of its elements. Of other tensors they read the
-# dtype or the device.
+# dtype or the device. The names are those of name_of: F.logsigmoid is a C function that is called log_sigmoid.
 OF_ONE = """
     to type_as float double half bfloat16 int long short char byte bool cfloat cdouble cpu cuda clone contiguous
     detach requires_grad data.__get__ conj resolve_conj resolve_neg real.__get__ imag.__get__ real imag angle
     alias positive zeros_like ones_like empty_like full_like fill zero type record_stream retain_grad neg negative
     abs absolute sqrt rsqrt square exp exp2 expm1 log log2 log10 log1p sin cos tan asin acos atan sinh cosh tanh
     sigmoid erf erfc floor ceil round trunc frac sign reciprocal logical_not bitwise_not invert isnan isinf isfinite
-    nan_to_num relu relu6 leaky_relu silu gelu mish elu selu celu softplus hardswish hardsigmoid hardtanh logsigmoid
+    nan_to_num relu relu6 leaky_relu silu gelu mish elu selu celu softplus hardswish hardsigmoid hardtanh log_sigmoid
     softsign softshrink hardshrink tanhshrink threshold deg2rad rad2deg sinc
 """
 # Functions that broadcast all tensors among their arguments against each other.
@@ -54,7 +54,11 @@ def name_of(func: Function) -> str:
 
 
 def is_in_place(func: Function) -> bool:
-    """Whether ``func`` writes to its first argument, by the convention of torch's names."""
+    """Whether ``func`` writes to its first argument, by the convention of torch's names.
+
+    False for assignments (``x[i] = y``, ``x.data = y``), which return nothing, and for calls with ``out=``: whoever
+    must know these too asks for them, as :mod:`para_core.attention.mask_rows` does.
+    """
     name = getattr(func, "__name__", "").partition(".")[0]
     if name.endswith("__"):
         return bool(name.startswith("__i")) and name not in _NOT_IN_PLACE

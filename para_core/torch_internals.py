@@ -74,10 +74,15 @@ def new_process_group(
     ranks of the default group. The group of this function instead connects its members at the first use.
 
     Args:
+        name: The same on all ``ranks``. No other group may have it, nor an ended one of the same store, which
+            still holds the addresses of that group.
         ranks: Global ranks, including this one.
         description: Description of the group, for logs.
         backend, timeout: As in ``new_group``. Default to the backend of the default group, and torch's
             timeout for it.
+
+    Raises:
+        ValueError: This rank is not among ``ranks``, or a group has this name.
     """
     c10d: Any = dist.distributed_c10d
     default_backend, store = c10d._world.pg_map[c10d._get_default_group()]
@@ -149,7 +154,7 @@ def set_group_timeout(group: ProcessGroup, timeout: timedelta) -> None:
 
 
 def group_named(name: str) -> ProcessGroup:
-    """Return the process group with this ``group_name``.
+    """Return the process group with this ``group_name``. Raise ``RuntimeError`` if there is none.
     Graphs contain the names of groups instead of the groups.
     """
     resolve: Any = dist.distributed_c10d._resolve_process_group  # type: ignore[attr-defined]
@@ -159,7 +164,9 @@ def group_named(name: str) -> ProcessGroup:
 
 @contextmanager
 def registered_group_names(groups: Mapping[str, ProcessGroup]) -> Iterator[None]:
-    """Let functional collectives find ``groups`` of others than torch.distributed by name inside the ``with`` block."""
+    """Let functional collectives find ``groups``, which torch.distributed has not made, by name inside the ``with``
+    block.
+    """
     c10d: Any = torch._C._distributed_c10d
     with ExitStack() as stack:
         for name, group in groups.items():

@@ -88,8 +88,9 @@ class Packed(Tensor):
 
 def test_what_the_kernel_cannot_compute_is_refused():
     with TritonProducts():
-        with pytest.raises(RuntimeError, match=r"CUDA device.*CPU.*TRITON_INTERPRET=1"):
-            F.linear(X, WEIGHT)
+        for multiply in (F.linear, torch.compile(lambda x, y: F.linear(x, y) + 1, backend="eager")):
+            with pytest.raises(RuntimeError, match=r"CUDA device.*CPU.*TRITON_INTERPRET=1"):
+                multiply(X, WEIGHT)
         with pytest.raises(TypeError, match=r"plain tensors.*Packed.*Leave products out"):
             F.linear(X, WEIGHT.as_subclass(Packed))
         with interpreted(), pytest.raises(RuntimeError, match="forward-mode AD"):

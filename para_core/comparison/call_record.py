@@ -89,7 +89,7 @@ def record_call(
 
     Args:
         module: The model, in eager code.
-        record: Gets the entries.
+        record: Gets the entries, and the list of running modules of the recorder in place of its own.
         before_entry: Called before each entry is added.
 
     Yields:

@@ -128,7 +128,9 @@ def dims_of_tokens(
 
 
 def _dims_by_name(module: nn.Module, inputs: ModelInputs, dims: Mapping[str, int]) -> dict[int, int]:
-    """Return what :func:`dims_of_tokens` returns for a dim for each parameter name. Raise ``ValueError`` as it does."""
+    """Return what :func:`dims_of_tokens` returns for a dim for each parameter name. Raise as it does."""
+    if not all(isinstance(dim, int) for dim in dims.values()):
+        raise TypeError(f"dim is {dict(dims)}; expected an int for each parameter name.")
     leaves, indices = inputs.leaves(), _indices_by_name(module, inputs)
     unknown = [name for name in dims if name not in indices]
     if unknown:

@@ -94,7 +94,7 @@ class _Meeting:
 
     def exchange(self, rank: int, sent: Any, receive: Callable[[list[Any]], None]) -> None:
         """Send ``sent`` to all ranks of the group, call ``receive`` with the values of all ranks, and wait
-        until all have received. Collective.
+        until all have received, since ``sent`` may be memory that its rank writes to afterwards. Collective.
 
         Raises:
             RanksDiffer: A rank failed, or the other ranks are in different collectives.
@@ -235,7 +235,8 @@ def outcomes_on_virtual_ranks(
     outcomes by rank.
 
     Exceptions of ``run`` are not raised but part of the outcomes. The threads inherit the current device and
-    stream, the default device of new tensors, the autocast state and the context variables of the caller.
+    stream, the default device of new tensors, the autocast state for ``device`` and the context variables of the
+    caller, but none of its modes. ``device`` is a CPU or an accelerator: autocast knows no meta device.
     """
     ranks = _RankTurns(ring * ulysses)
     rings = [_Meeting(ring, ranks) for _ in range(ulysses)]
@@ -270,6 +271,11 @@ def outcomes_on_virtual_ranks(
         # Catch any exception, because a model that gets only a part of its tokens may fail in any way.
         except Exception as error:
             outcomes[rank] = RankOutcome(error=error)
+        except SystemExit as error:
+            # It would end this thread in silence, as if the rank had returned None.
+            outcomes[rank] = RankOutcome(
+                error=RuntimeError(f"a virtual rank called sys.exit({error.code!r}).")
+            )
         finally:
             ranks.turn.release()
             ranks.leave(failed=outcomes[rank].error is not None)

@@ -26,7 +26,8 @@ _NO_LAUNCH = {
     "_c10d_functional::wait_tensor",  # makes the stream wait
 }
 # Matrix products, each with the position of its first factor ``[..., n, k]``. Linear layers, einsum and matmul
-# become these.
+# become these. Products with a vector (mv, dot) count as bytes, which bound them. There are none of 8 bits,
+# because the planner counts a model with plain weights.
 _MATRIX_PRODUCTS = {"aten::mm": 0, "aten::bmm": 0, "aten::addmm": 1, "aten::baddbmm": 1}
 
 

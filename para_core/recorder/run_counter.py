@@ -1,8 +1,8 @@
 """Count launches, collectives and sent bytes of this process, while a model or pipeline runs on real tensors.
 
 ``cli/measurement.py`` reports these counts, and tests compare them with what is expected. A new kernel behind
-an operator must be added to ``_KERNELS``. Tests: tests/attention/test_launches.py,
-tests/kernels/test_device_tables.py.
+an operator must be added to ``_KERNELS``: without it the operators of its plain code are counted, which only the
+budgets of attention would notice. Tests: tests/attention/test_launches.py, tests/kernels/test_device_tables.py.
 """
 
 from __future__ import annotations

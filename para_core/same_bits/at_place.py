@@ -18,7 +18,7 @@ from torch import Tensor
 
 from para_core.same_bits.one_process import OneProcess, Tokens
 
-# Elements in a vector of a CPU's registers, at least.
+# A multiple of the elements, of any type, in a vector of a CPU's registers.
 _ALIGNMENT = 64
 
 # A function, with what its bits may depend on.
@@ -66,13 +66,17 @@ def resize(x: Tensor, sizes: Sequence[int]) -> Tensor:
     contiguity.
 
     Kernels are chosen by both: a linear layer with a bias rounds once if its input is contiguous, and twice
-    else.
+    else. A function of a view, such as half of the channels, computes those elements in one loop that follow
+    each other in memory, and the last few of each loop in another way: the zeros are such a view, too.
     """
     strides = x.stride()
     order = sorted(range(x.ndim), key=lambda dim: -strides[dim])
     in_memory = [sizes[dim] for dim in order]
     if _is_dense(x, order, sizes):
         zeros = x.new_zeros(in_memory)
+    elif (strides_of_view := _strides_of_view(x, order, sizes)) is not None:
+        last = sum((size - 1) * stride for size, stride in zip(sizes, strides_of_view, strict=True))
+        return x.new_zeros(last + 1).as_strided(sizes, strides_of_view)
     else:
         # More elements in each row keep the tensor from being contiguous.
         gap = _gap_between_rows(x, order)
@@ -89,6 +93,31 @@ def resize(x: Tensor, sizes: Sequence[int]) -> Tensor:
             new_strides[dim] = strides[dim]
         stride *= x.shape[dim]
     return zeros.as_strided(zeros.shape, new_strides)
+
+
+def _strides_of_view(x: Tensor, order: Sequence[int], sizes: Sequence[int]) -> list[int] | None:
+    """Return the strides that ``x``, a view of some channels for example, has if the tensor that it is a view of
+    has the given sizes; None if they are unknown.
+
+    A stride grows with the dims inside of it whose sizes change. It must be a multiple of what they span, which
+    it is not in a view of some of the tokens.
+    """
+    strides = [*x.stride()]
+    # The elements that the last changed dim and those inside of it span, in x and in the result.
+    span, new_span = 1, 1
+    end = 1
+    for dim in reversed(order):
+        stride, size = strides[dim], x.shape[dim]
+        strides[dim] = stride // span * new_span
+        if size == sizes[dim] == 1:
+            continue
+        # With a stride before the end of the dims inside, as in an expanded tensor, elements share memory.
+        if size == 0 or sizes[dim] == 0 or stride % span or strides[dim] < end:
+            return None
+        end = strides[dim] * sizes[dim]
+        if size != sizes[dim]:
+            span, new_span = stride * size, end
+    return strides
 
 
 def _gap_between_rows(x: Tensor, order: Sequence[int]) -> int:
@@ -163,12 +192,22 @@ def _pair_parts(
     ]
 
 
+def has_samples(x: Tensor, one_process: OneProcess, tokens: Tokens) -> bool:
+    """Whether dim 0 of ``x`` has this rank's samples, of which other ranks have the rest.
+
+    A tensor of one dim is taken for features: it has no rows, like a scalar.
+    """
+    if one_process.batch_size == 1 or x.ndim < 2:
+        return False
+    return tokens is None or tokens[0] > 0
+
+
 def compute_at_place(call: TorchCall, one_process: OneProcess, tokens: Tokens) -> Tensor:
     """Return this rank's part of a function of one row, computed with the sizes of one process.
 
     Other rows are zeros. Without ``tokens``, the tensor has samples only.
     """
-    samples = one_process.batch_size > 1 and (tokens is None or tokens[0] > 0)
+    samples = has_samples(call.x, one_process, tokens)
     whole = resize(call.x, sizes_in_one_process(call.x, one_process, tokens))
     put_at_place(call.x, whole, one_process, tokens, samples)
     return take_from_place(call.on(whole), one_process, tokens, samples)
@@ -179,6 +218,6 @@ def sizes_in_one_process(x: Tensor, one_process: OneProcess, tokens: Tokens) -> 
     sizes = list(x.shape)
     if tokens is not None:
         sizes[tokens[0]] = tokens[1].total
-    if tokens is None or tokens[0] > 0:
+    if has_samples(x, one_process, tokens):
         sizes[0] *= one_process.batch_size
     return sizes

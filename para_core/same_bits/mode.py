@@ -20,6 +20,9 @@ from para_core.same_bits.one_process import OneProcess, Tokens, one_process_of
 from para_core.same_bits.row_check import CHECKED, RowCheck
 from para_core.same_bits.rows import CONVOLUTIONS, convolution, enough_rows, linear
 
+# The second and last argument of these functions is ``inplace``.
+_HAVE_INPLACE = (F.silu, F.relu)
+
 
 class SameBits(TorchFunctionMode):
     """Inside this context, products of the current call of ``module`` have the bits of one process.
@@ -34,6 +37,7 @@ class SameBits(TorchFunctionMode):
     def __init__(self, module: nn.Module, samples: int, found: Found, check: RowCheck | None) -> None:
         super().__init__()
         self._module, self._samples, self._found, self._check = module, samples, found, check
+        # Whether to look at all functions of CHECKED, not only at products and convolutions.
         self._sees_all = check is not None or bool(found.at_place)
 
     def __torch_function__(
@@ -43,17 +47,29 @@ class SameBits(TorchFunctionMode):
         if func is F.linear or func in CONVOLUTIONS or (self._sees_all and func in CHECKED):
             x = args[0] if args else kwargs.get("input")
             if isinstance(x, Tensor) and x.is_floating_point():
+                positional = args[1:]
                 others = {name: value for name, value in kwargs.items() if name != "input"}
-                if not others.pop("inplace", False):
-                    return self._run(TorchCall(func, x, args[1:], others))
-                # Neither a check, which computes the same again, nor a function at its place may write to x.
-                return x.copy_(self._run(TorchCall(func, x, args[1:], others)))
+                if func in _HAVE_INPLACE and positional:
+                    others = {"inplace": positional[0]}
+                    positional = ()
+                is_in_place = others.pop("inplace", False)
+                out = others.pop("out", None)
+                # Neither a check, which computes the same again, nor a function at its place may write to x or out.
+                output = self._run(TorchCall(func, x, positional, others))
+                if is_in_place:
+                    return x.copy_(output)
+                if out is not None:
+                    return out.resize_(output.shape).copy_(output)
+                return output
         return func(*args, **kwargs)
 
     def _run(self, call: TorchCall) -> Any:
         """Return the result of one function, with the bits of one process if it was found to depend on rows."""
         func, x = call.func, call.x
         if func is F.linear and not self._sees_all and prod(x.shape[:-1]) >= enough_rows(x):
+            return call.on(x)
+        if func in CONVOLUTIONS and x.ndim != CONVOLUTIONS[func]:
+            # A single image has channels in dim 0, where others have samples.
             return call.on(x)
         one_process = one_process_of(self._module, self._samples)
         if one_process.is_this_process:

@@ -106,14 +106,16 @@ def has_rest(x: Tensor, rows: RowTag) -> bool:
     if x.device.type != "cpu":
         return False
     numbers = [x.shape[rows.dim], rows.total]
-    rest = x.numel() // max(1, x.shape[rows.dim])
-    return any(number * rest % VECTOR for number in numbers) or not is_dense(x)
+    row_size = x.numel() // max(1, x.shape[rows.dim])
+    # The loops over a tensor with gaps are shorter, and each may have a rest.
+    return any(number * row_size % VECTOR for number in numbers) or not is_dense(x)
 
 
 def _roll(x: Tensor, order: int) -> Tensor:
     """Return a copy of ``x`` with its elements moved on, with its tag, and its order of dims in memory."""
     rows = rows_of(x)
     copy = resize(x, x.shape)
+    # An odd number, so that in each of the _ORDERS an element is at another place of its vector.
     copy.copy_(x.reshape(-1).roll(order * 13).view(x.shape))
     if rows is None:
         return copy

@@ -20,7 +20,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from para_core.same_bits.at_place import CallKind, TorchCall, compute_at_place, sizes_in_one_process
+from para_core.same_bits.at_place import (
+    CallKind,
+    TorchCall,
+    compute_at_place,
+    has_samples,
+    sizes_in_one_process,
+)
 from para_core.same_bits.flash_splits import AttentionSizes, flash_splits
 from para_core.same_bits.found import Found
 from para_core.same_bits.one_process import OneProcess, Tokens
@@ -117,10 +123,13 @@ class RowCheck:
         self, call: TorchCall, one_process: OneProcess, tokens: Tokens, output: Tensor
     ) -> Tensor:
         """Return ``output`` as computed at its place in one process, if that is the same but for rounding."""
-        if tokens is None and one_process.batch_size == 1:
+        if tokens is None and not has_samples(call.x, one_process, tokens):
             return output
         if tokens is not None and output.shape[tokens[0] :][:1] != call.x.shape[tokens[0] :][:1]:
             # A reduction over tokens is no function of one row.
+            return output
+        if output.ndim == 0:
+            self.findings.append(f"{self._name(call.func)} of {_describe(call.x)}: one number of all samples")
             return output
         with torch.no_grad():
             expected = compute_at_place(call, one_process, tokens)

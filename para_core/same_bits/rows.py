@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from para_core.same_bits.at_place import resize, sizes_in_one_process
+from para_core.same_bits.at_place import has_samples, resize, sizes_in_one_process
 from para_core.same_bits.one_process import OneProcess, Tokens
 
 # 16 bits on a CPU need some 400 rows, so 512 has a margin. What a GPU needs was not measured.
@@ -48,7 +48,7 @@ def linear(one_process: OneProcess, tokens: Tokens, x: Tensor, *args: Any, **kwa
     # The position of a token does not matter, so a rank's tokens stay in front. That of a sample does: the
     # second of two rows may be computed by another kernel than the first.
     first = 0
-    if tokens is None or tokens[0] > 0:
+    if has_samples(x, one_process, tokens):
         first = one_process.batch_index * x.shape[0]
     padded = resize(x, sizes)
     _part(padded, x, first).copy_(x)
@@ -79,8 +79,8 @@ def _sizes_for_bits(one_process: OneProcess, tokens: Tokens, x: Tensor) -> list[
 def convolution(
     function: Callable[..., Tensor], one_process: OneProcess, x: Tensor, *args: Any, **kwargs: Any
 ) -> Tensor:
-    """Return ``function(x, ...)``, a convolution, computed with the samples of one process."""
-    if one_process.batch_size == 1 or x.ndim != CONVOLUTIONS[function]:
+    """Return ``function(x, ...)``, a convolution of a tensor with samples, computed with those of one process."""
+    if one_process.batch_size == 1:
         return function(x, *args, **kwargs)
     # Unlike that of a row, the position of a sample does not matter: each is a product of its own
     # (test_convolutions_see_the_samples_of_one_process).

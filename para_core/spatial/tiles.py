@@ -39,9 +39,10 @@ class Tiles(TorchFunctionMode):
         super().__init__()
         self.ranks, self.mesh = ranks, mesh
         # The number of the current tile, by which its rank is chosen.
-        self.tile = -1
-        # Whether the next call begins a tile. A VAE passes its ``feat_cache`` also to the first call of a tile.
-        self.fresh = True
+        self._tile = -1
+        # Whether the next call begins a tile. A VAE passes its ``feat_cache``, a list of None, also to the first
+        # call of a tile; its ``conv_cache`` is None in that call.
+        self._is_fresh = True
         # The outputs that this rank has computed or received, by number of the call.
         self._values: dict[int, Any] = {}
         self._owners: list[int] = []
@@ -55,7 +56,7 @@ class Tiles(TorchFunctionMode):
 
     def begin_tile(self) -> None:
         """Make the next call start a new tile, even if its argument ``feat_cache`` says that it continues one."""
-        self.fresh = True
+        self._is_fresh = True
 
     def call(self, call: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Pending:
         """Run ``call(*args, **kwargs)`` on the rank of the current tile, and return its output as a pending
@@ -65,12 +66,12 @@ class Tiles(TorchFunctionMode):
         previous call, unless :meth:`begin_tile` was called in between.
         """
         has_cache = kwargs.get("conv_cache") is not None or (
-            kwargs.get("feat_cache") is not None and not self.fresh
+            kwargs.get("feat_cache") is not None and not self._is_fresh
         )
         if not has_cache:
-            self.tile += 1
-        self.fresh = False
-        number, owner = len(self._owners), self.tile % self.ranks.size
+            self._tile += 1
+        self._is_fresh = False
+        number, owner = len(self._owners), self._tile % self.ranks.size
         self._owners.append(owner)
         if owner == self.ranks.index:
             self._values[number] = call(
@@ -125,7 +126,7 @@ class Tiles(TorchFunctionMode):
         """Send the outputs of the calls ``numbers`` that this rank ran to all ranks, and store those of the
         others.
 
-        Collective. All outputs must have one dtype.
+        Collective. All outputs must have one dtype. Those of other ranks are put on the current device.
         """
         local = {n: _output_tensor(self._values[n]) for n in numbers if self._owners[n] == self.ranks.index}
         # Send the strides as well, because a convolution rounds differently if channels come last in memory.
@@ -166,8 +167,12 @@ def _output_tensor(value: Any) -> Tensor:
 
 
 class Pending:
-    """A tensor whose value this rank may not have yet. Torch functions and indices return another one. Any
-    other use reads the value.
+    """A tensor whose value this rank may not have yet. Torch functions and indices return another one. Its
+    attributes and methods, and ``*``, read the value.
+
+    A function runs when its result is first read, so nothing may write to its arguments in between: tiling code
+    blends tiles, in place, before it concatenates them. Another operator, such as ``+`` with a pending tensor on
+    its left, raises ``TypeError`` on all ranks: the autoencoders of ``adapters/vae/families.py`` use none.
 
     Args:
         get: Returns the value, after an exchange if necessary.

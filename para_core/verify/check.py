@@ -78,8 +78,8 @@ def check_parallel(
 
     Raises:
         TypeError: If ``model`` is not a module, or an argument has the wrong type.
-        ValueError: If the model is already parallel, more than one of ``dim``, ``plan`` and ``forward`` is
-            given, or nothing can be sharded along ``dim``.
+        ValueError: If the model is already parallel or on the meta device, more than one of ``dim``, ``plan`` and
+            ``forward`` is given, or nothing can be sharded along ``dim``.
 
     Example:
         >>> print(check_parallel(model, torch.randn(1, 101, 64), dim=1))  # doctest: +SKIP
@@ -120,7 +120,7 @@ def _require_unmodified(model: Any) -> nn.Module:
 
     Raises:
         TypeError: It is no module.
-        ValueError: It is already parallel.
+        ValueError: It is already parallel, or on the meta device.
     """
     module = uncompiled(model)
     if not isinstance(module, nn.Module):
@@ -131,6 +131,11 @@ def _require_unmodified(model: Any) -> nn.Module:
         raise ValueError(
             f"{original_class(module).__name__} is already parallel. Check the unmodified model, or undo it first: "
             "unparallelize_pipe(pipe), unparallelize_transformer(transformer), remove_context_parallel(model)."
+        )
+    if device_of(module).type == "meta":
+        raise ValueError(
+            f"{original_class(module).__name__} is on the meta device, and outputs without data cannot be compared. "
+            "Load its weights first."
         )
     return module
 

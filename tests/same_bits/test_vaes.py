@@ -47,20 +47,17 @@ def functions_of_rows():
     last = x.contiguous(memory_format=torch.channels_last)
     functions = {
         # Five groups do not divide by the ranks, and one group leaves ranks without any.
-        "five groups": (lambda y: F.group_norm(y[:, :10], 5), x),
-        "one group": (lambda y: F.group_norm(y, 1, weight[0, :, 0, 0], weight[1, :, 0, 0]), x),
+        "groups": (lambda y: F.group_norm(F.group_norm(y, 1, *weight[:2, :, 0, 0])[:, :10], 5), x),
         "groups, channels last": (lambda y: F.group_norm(y, 4), last),
         "frames of rows": (lambda y: F.group_norm(y.flatten(2), 2), x.unflatten(1, (4, 3))),
-        "convolution": (lambda y: F.conv2d(y, weight, padding=1), x),
-        "stride": (lambda y: F.conv2d(F.pad(y, (0, 1, 0, 1)), weight, stride=2), x),
-        "transposed": (lambda y: F.conv_transpose2d(y, weight, padding=1), x),
-        "pool": (lambda y: F.avg_pool2d(y, 2), x),
+        "convolution and pool": (lambda y: F.avg_pool2d(F.conv2d(y, weight, padding=1), 2), x),
+        "stride": (lambda y: F.conv_transpose2d(F.conv2d(F.pad(y, (0, 1, 0, 1)), weight, stride=2), weight), x),
         "bilinear": (lambda y: F.interpolate(y, scale_factor=2, mode="bilinear"), x),
         "mean of rows": (lambda y: y.mean(dim=(2, 3), keepdim=True), x),
         "mean of channels": (lambda y: torch.rsqrt(y.square().mean(dim=1, keepdim=True) + 1e-6) * y, x),
-        "interpolated": (lambda y: torch.lerp(y, y[:, :1], 0.3), x),
-        "a sum with alpha": (lambda y: torch.add(y, y[:, :1], alpha=0.3), x),
-        "in place": (lambda y: F.silu(y.clone(), inplace=True), x),
+        "powers": (lambda y: F.logsigmoid(y.abs() ** 1.7), x),
+        "sums with alpha": (lambda y: torch.rsub(y.add(y[:, :1], alpha=0.3), y[:, 1:2], alpha=0.3), x.bfloat16()),
+        "half of the channels, in place": (lambda y: F.silu(y.clone().chunk(2, dim=1)[1], inplace=True), x),
         "attention": (lambda y: F.scaled_dot_product_attention(y, y, y), x.permute(0, 3, 2, 1)),
         "product over rows": (lambda y: y @ (y.transpose(-1, -2) @ y), x.permute(0, 3, 2, 1)),
     }

@@ -226,14 +226,14 @@ def parallel():
     [
         (make, {"dim": 7}, ValueError, "dim 7"),
         (make, {"dim": {"y": 1}}, ValueError, "'y'"),
-        (make, {"dim": "1"}, TypeError, "str"),
-        (make, {"ranks": 1}, ValueError, "1"),
-        (make, {"ranks": ()}, ValueError, "ranks"),
+        *[(make, {"dim": dim}, TypeError, "expected an int") for dim in ("1", {"x": "1"})],
+        *[(make, {"ranks": ranks}, ValueError, "ranks") for ranks in (1, ())],
         *[(make, {name: 2.5}, TypeError, f"{name} is .*; expected") for name in ("ranks", "plan", "forward")],
         (make, {"dim": 1, "forward": shard_input}, ValueError, "forward="),
         (lambda: make(change=threading.Lock()), {}, RuntimeError, r"Model .*copied .*lock"),
         (parallel, {"plan": FLUX_PLAN}, ValueError, "FluxTransformer2DModel is already parallel"),
         (lambda: F.relu, {}, TypeError, "function"),
+        (lambda: make().to("meta"), {}, ValueError, "Model is on the meta device"),
         (lambda: nn.Sequential(Fails(12, ArithmeticError)), {}, ArithmeticError, "12 tokens"),
     ],
 )
@@ -254,8 +254,7 @@ def test_digest_of_complex_numbers_sees_both_parts():
 
 
 def test_one_tensor_as_two_arguments_is_sharded_for_the_named_one():
-    x = torch.ones(1, 4, 2)
-    assert dims_of_tokens(nn.PairwiseDistance(), ModelInputs((x, x), {}), {"x1": 1}) == {0: 1}
+    assert dims_of_tokens(nn.PairwiseDistance(), ModelInputs((torch.ones(1, 4, 2),) * 2, {}), {"x1": 1}) == {0: 1}
 
 
 def test_virtual_ranks_that_meet_in_different_collectives_end_at_once():
@@ -263,10 +262,12 @@ def test_virtual_ranks_that_meet_in_different_collectives_end_at_once():
         # Rank 2 returns without calling the collective in which the others wait.
         return None if mesh.rank == 2 else all_gather(torch.ones(1), [1, 1, 1], 0, mesh.ulysses)
 
-    outcomes = outcomes_on_virtual_ranks(run, ulysses=3, device=torch.device("cpu"))
+    cpu = torch.device("cpu")
+    outcomes = outcomes_on_virtual_ranks(run, ulysses=3, device=cpu)
     assert [isinstance(outcome.error, RanksDiffer) for outcome in outcomes] == [True, True, False]
+    assert outcomes_on_virtual_ranks(lambda mesh: Fails(1, SystemExit)(torch.ones(1, 1)), device=cpu)[0].error
     with torch.device("meta"):  # New tensors of a rank are where those of the caller are.
-        assert outcomes_on_virtual_ranks(lambda mesh: torch.empty(1).is_meta, device=torch.device("cpu"))[0].output
+        assert outcomes_on_virtual_ranks(lambda mesh: torch.empty(1).is_meta, device=cpu)[0].output
 
 
 @pytest.mark.parametrize(
