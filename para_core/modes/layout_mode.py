@@ -173,6 +173,25 @@ class LayoutMode(ShardingMode):
             return self._explicit_layout_of(kind, self._explicit)
         return layout_of_total(total, segments_of(self._known), self._mesh.ranks, kind=kind)
 
+    def _only_sequence(self, num_tokens: int) -> SequenceLayout:
+        """Return the layout of the only sequence that was sharded through this mode; if there is none, the explicit
+        layout of the queries or keys of which this rank has ``num_tokens`` tokens, that of the queries if neither
+        fits; without either, equal parts. Raise ``ValueError`` if several fit.
+        """
+        is_sharded = any(not segment.replicated for segment in segments_of(self._known))
+        if is_sharded or self._explicit is None:
+            return super()._only_sequence(num_tokens)
+        of_queries = self._explicit_layout_of("query", self._explicit)
+        of_keys = self._explicit_layout_of("key", self._explicit)
+        if of_keys.size(self._mesh.rank) != num_tokens:
+            return of_queries
+        if of_queries.size(self._mesh.rank) == num_tokens and of_queries != of_keys:
+            raise ValueError(
+                f"the layouts of the queries and of the keys both give this rank {num_tokens} tokens. Say which one "
+                "this is: cp.gather(y, dim, sequence=layout)."
+            )
+        return of_keys
+
     def replicated(self, x: Tensor, dim: int = -2) -> Tensor:
         """Declare that every rank holds all tokens of ``x``, and return ``x`` unchanged.
 

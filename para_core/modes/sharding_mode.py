@@ -233,8 +233,8 @@ class ShardingMode(TorchFunctionMode):
             dim (`int`): The sharded dim.
             sequence (:class:`SequenceLayout`, *optional*): The layout of the whole sequence. Required inside
                 a compiled function and if several sequences were sharded through this mode. Defaults to the
-                only sequence that was sharded since the mode was entered, or to equal parts if there was
-                none.
+                only sequence that was sharded since the mode was entered; if there was none, to the layout
+                that was passed to the mode, or to equal parts.
 
         Raises:
             TypeError: If ``y`` is no tensor or ``sequence`` no layout. In eager code all ranks raise.

@@ -287,6 +287,7 @@ def shard_and_gather():
             results.append((part.double(), is_whole and part.is_contiguous()))
     with pytest.raises(ValueError, match="balance='causal'"):
         cp.gather(part, dim=1)
+    assert torch.equal(UnifiedAttnMode(cpu_mesh(2, 2), layout=balanced).gather(part, dim=1), x)
     return results
 
 
