@@ -23,8 +23,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-import para_core.triton_support
-
 PRODUCT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 LIBRARY = torch.library.Library("para_core", "FRAGMENT")
 # Programs of so many neighbouring tiles of rows run one after the other, so that they find their columns of
@@ -163,9 +161,14 @@ def launch_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return out
 
 
+def _is_interpreting() -> bool:
+    # para_core.triton_support has this, too: kernels import torch and Triton only.
+    return bool(triton.knobs.runtime.interpret)
+
+
 def _launch_in_interpreter(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Launch the kernel on CPU tensors, also of a graph. Raise ``RuntimeError`` without Triton's interpreter."""
-    if not para_core.triton_support.is_interpreting():
+    if not _is_interpreting():
         raise RuntimeError(
             'products="triton" needs a CUDA device, and a product is on the CPU. Leave products out; Triton\'s own '
             "interpreter runs it there (TRITON_INTERPRET=1)."

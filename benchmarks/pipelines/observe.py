@@ -31,9 +31,11 @@ from para_core.distributed.mesh import MeshDim
 from para_core.plans.module_matching import ModuleRules, gathers_as_tuple, match_modules, parameters_of
 from para_core.plans.plan import (
     Attention,
+    AttentionByHeads,
     Count,
     Gather,
     LinearAttention,
+    OneForEach,
     Plan,
     Replicate,
     ShardRule,
@@ -111,7 +113,12 @@ class _ModelObserver:
         if isinstance(attention, LinearAttention):
             self._summing.append((attention, []))
         elif attention:
-            self._attending.append([*attention_calls(attention, parameters, event.args, event.kwargs)])
+            calls = attention
+            if isinstance(attention, AttentionByHeads):
+                calls = (Attention((attention.segment,)),)
+            elif isinstance(attention, OneForEach):
+                calls = attention_calls(attention, parameters, event.args, event.kwargs)
+            self._attending.append([*calls])
         if rules.halo is not None and self._is_sharded:
             rows = event.args[0].narrow(rules.halo.dim, 0, rules.halo.size)
             self._note(CountedHalo(self._segments[rules.halo.segment], rows.numel() * rows.element_size()))

@@ -47,6 +47,7 @@ def interpreted(before_launch: Callable[[str, tuple[Any, ...]], tuple[Any, ...]]
         mock.patch.object(TensorHandle, "set_attr", _require_multiple),
         mock.patch.object(triton_backend, "is_interpreting", lambda: True),
         mock.patch.object(triton_support, "is_interpreting", lambda: True),
+        mock.patch("para_core.kernels.product._is_interpreting", lambda: True),
     ):
         yield
 
