@@ -87,7 +87,7 @@ def encode_batches(
                 # them, so they neither add up nor let ranks differ in where a batch ends.
                 has_room = False
         if encoded:
-            encoder.end_encoding(bool(waiting))
+            encoder.end_encoding(keep_encoders=bool(waiting))
             yield encoded
 
 

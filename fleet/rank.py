@@ -145,7 +145,7 @@ class Rank:
             return self._encoder.encode(line)
 
     def end_encoding(self, keep_encoders: bool) -> None:
-        self._encoder.end_encoding(keep_encoders)
+        self._encoder.end_encoding(keep_encoders=keep_encoders)
 
 
 def load_rank(
