@@ -127,7 +127,7 @@ def options_in_files(arguments: Sequence[str]) -> list[str]:
 def _read_defaults(path: Path, context: typer.Context) -> dict[str, Any]:
     """Return the values in a file by parameter of the command. Those in its section have priority.
 
-    Sections of other commands are checked as well, but set nothing.
+    The keys in sections of other commands are checked as well, but set nothing.
     """
     content = _parse(path)
     commands: Mapping[str, Any] = {}
