@@ -211,10 +211,12 @@ def describe_check(check: dict[str, Any]) -> list[str]:
         verdict = "WRONG"
         if check["passed"]:
             verdict = "exact"
+        reference = "the unmodified pipeline"
+        if check["products"] is not None:
+            reference = f"the pipeline with --products {check['products']}"
         first = (
-            f"{verdict}: relative error {error} from the unmodified pipeline on one rank; another order of sums "
-            f"explains at most {check['bound']:.3g} ({ROUNDINGS} times what one rounding of each output of the "
-            "transformer changes)"
+            f"{verdict}: relative error {error} from {reference} on one rank; another order of sums explains at most "
+            f"{check['bound']:.3g} ({ROUNDINGS} times what one rounding of each output of the transformer changes)"
         )
     return [
         first,

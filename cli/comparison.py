@@ -128,6 +128,7 @@ def compare(
         passed = passed and bits_equal
     return {
         "approximations": list(approximations(recipe)),
+        "products": recipe.products,
         "relative error": _replace_infinity(largest),
         "bound": bound,
         "runs equal": all(rank[0] == rank[1] for rank in digests_by_rank),

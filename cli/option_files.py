@@ -13,6 +13,7 @@ import json
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -110,8 +111,7 @@ def options_in_files(arguments: Sequence[str]) -> list[str]:
     By these `app.py` finds that an error message is about an option that a file has set. A file that cannot be
     read adds none: its own error is that of :func:`read_option_files`.
     """
-    following = [*arguments[1:], ""]
-    values = [value for argument, value in zip(arguments, following, strict=True) if argument == "--config"]
+    values = [value for argument, value in pairwise(arguments) if argument == "--config"]
     values += [argument.partition("=")[2] for argument in arguments if argument.startswith("--config=")]
     names: list[str] = []
     for value in filter(is_option_file, values):
@@ -127,7 +127,7 @@ def options_in_files(arguments: Sequence[str]) -> list[str]:
 def _read_defaults(path: Path, context: typer.Context) -> dict[str, Any]:
     """Return the values in a file by parameter of the command. Those in its section have priority.
 
-    Sections of other commands are checked as well, but set nothing.
+    The keys in sections of other commands are checked as well, but set nothing.
     """
     content = _parse(path)
     commands: Mapping[str, Any] = {}

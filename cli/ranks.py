@@ -60,6 +60,14 @@ def ending_on_error(*, debug: bool) -> Iterator[None]:
     process.
 
     A process that no launcher started does not end: the exception is raised.
+
+    >>> from unittest import mock
+    >>> ranks = mock.patch.dict(os.environ, {"RANK": "1", "WORLD_SIZE": "2"})
+    >>> with ranks, mock.patch("os._exit") as end, mock.patch("sys.stderr") as stderr:
+    ...     with ending_on_error(debug=False):
+    ...         raise ValueError("no room")
+    >>> end.call_args.args, stderr.write.call_args.args
+    ((1,), ('error: rank 1: no room\\n',))
     """
     try:
         yield

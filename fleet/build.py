@@ -100,7 +100,11 @@ def build(recipe: Recipe, encode_first: EncodeFirst | None = None) -> Any:
     ``encode_first`` is attached to the pipeline if :meth:`EncodeFirst.fits` accepts the recipe, and then
     decides when text encoders and transformers are on the device.
 
-    Raises what ``from_pretrained``, :func:`parallelize_pipe` and :func:`apply_cache_on_pipe` raise.
+    Raises what ``from_pretrained``, :func:`parallelize_pipe` and :func:`apply_cache_on_pipe` raise, and:
+
+    Raises:
+        ValueError: A LoRA cannot be loaded, or ``quantize`` or ``compile`` is set, and the pipeline has no
+            transformer.
     """
     device = _device_type()
     ranks = 1
@@ -134,7 +138,7 @@ def build(recipe: Recipe, encode_first: EncodeFirst | None = None) -> Any:
     if weights_to_shard == "tensor" and recipe.quantize is not None:
         require_quantizer().quantize(pipe, recipe.quantize)
     if recipe.offload == "model":
-        pipe.enable_model_cpu_offload(device=device)
+        _offload_components(pipe, device)
     if recipe.cache is not None:
         options_of_cache: dict[str, Any] = {}
         if recipe.cache != "default":
@@ -147,8 +151,8 @@ def build(recipe: Recipe, encode_first: EncodeFirst | None = None) -> Any:
 
 
 def _can_load_parts(recipe: Recipe) -> bool:
-    """Whether :func:`from_pretrained_sharded` loads the model: a classical pipeline in a folder, without
-    LoRAs, which need whole weights.
+    """Whether :func:`from_pretrained_sharded` loads the model: a classical pipeline in a folder or repository,
+    without LoRAs, which need whole weights.
 
     This relies on :func:`select_pipeline` and the recipe: a single file always has a ``config``, and a folder
     without the index of a modular pipeline is one of a classical pipeline.
@@ -203,6 +207,14 @@ def _device_type() -> str:
     return "cpu"
 
 
+def _offload_components(pipe: Any, device: str) -> None:
+    """Enable diffusers' model offload: a component is on this rank's device only while it runs."""
+    if device == "cuda":
+        # Without an index diffusers takes the first GPU of the host, on every rank.
+        device = f"cuda:{torch.cuda.current_device()}"
+    pipe.enable_model_cpu_offload(device=device)
+
+
 def _show_checks() -> None:
     """Print on stderr what checks of calls find (``verify``), which commands otherwise hide with the messages
     of libraries.
@@ -234,7 +246,7 @@ def build_unmodified(recipe: Recipe) -> Any:
         replace(recipe.without_placements, weights="replicate", offload=offload), None, device, None
     )
     if offload is not None:
-        pipe.enable_model_cpu_offload(device=device)
+        _offload_components(pipe, device)
     if not is_modular(pipe):
         pipe.set_progress_bar_config(disable=True)
     return pipe

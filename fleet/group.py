@@ -106,6 +106,8 @@ class RayReplica(Replica):
             raise RuntimeError(
                 f"a replica of {ranks} ranks got no resources within {seconds:g} s: the Ray cluster is busy."
             ) from None
+        # While generate_batch or join runs, progress, cancel, ping and loading_log are answered by these four
+        # threads of the actor.
         actor = ray.remote(concurrency_groups={CONTROL: 4})(RankActor)
         # Ray must not restart a rank alone: the other ranks would wait for it, so the whole replica restarts.
         resources = {"num_cpus": bundle["CPU"], "num_gpus": bundle.get("GPU", 0), "max_restarts": 0}
@@ -258,6 +260,7 @@ class RayReplica(Replica):
         progress(answers[0].steps)
         for preview in answers[0].previews[sent:]:
             progress(preview)
+        # The first rank has an outcome for each request: None is for the others.
         return [answer.outcome for answer in answers if answer.outcome is not None]
 
     @property
@@ -284,6 +287,7 @@ class RayReplica(Replica):
         if actors is self.actors:  # else the replica was stopped meanwhile
             for rank, error in errors.items():
                 self._describe_end(rank, error)
+        # If stop is called just before start ends, start sets _loaded without actors.
         return len(answers) > 0 and not errors
 
 

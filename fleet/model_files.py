@@ -60,6 +60,7 @@ def home_of(model: str, config: str | None) -> str:
             is no file.
     """
     path = Path(model)
+    # The suffix tells a file that does not exist from a repository.
     is_file = path.is_file() or path.suffix in (SAFETENSORS, GGUF, *_PICKLES)
     if not is_file or path.is_dir():
         if config is not None:

@@ -40,7 +40,8 @@ class ReplicaOptions:
     spread: bool = False  # whether ranks may be on several nodes instead of one
     # Bytes that a rank may hold, weights included; None for the memory of its device.
     room: float | None = None
-    prompt_bytes: int = 0  # of host memory for cached outputs of text encoders; 0 disables the cache
+    # Bytes of host memory, on each rank, for cached outputs of text encoders; 0 disables the cache.
+    prompt_bytes: int = 0
     loras: int = 0  # largest number of LoRAs of requests that stay loaded; 0 refuses requests with a LoRA
     warmup: tuple[Request, ...] = ()  # requests that a replica of a server generates before it is ready
 
@@ -145,7 +146,7 @@ class Rank:
             return self._encoder.encode(line)
 
     def end_encoding(self, keep_encoders: bool) -> None:
-        self._encoder.end_encoding(keep_encoders)
+        self._encoder.end_encoding(keep_encoders=keep_encoders)
 
 
 def load_rank(

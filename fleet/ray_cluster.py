@@ -74,15 +74,17 @@ def _start(**options: Any) -> None:
     """Call ``ray.init``, and again if a node starts too slowly.
 
     Raise ValueError if there is a cluster already, for which Ray refuses ``num_cpus``, or if ``RAY_ADDRESS``
-    is invalid, and RuntimeError if Ray does not start.
+    is set and invalid, and RuntimeError if Ray does not start.
     """
     for attempt in range(1, _START_ATTEMPTS + 1):
         try:
             ray.init(**options)
             return
-        except ValueError:
-            raise
         except Exception as error:
+            # Ray raises ValueError for other reasons as well, such as too little free memory.
+            is_about_cluster = is_ray_running_already(error) or bool(os.environ.get("RAY_ADDRESS"))
+            if isinstance(error, ValueError) and is_about_cluster:
+                raise
             # If a node starts too slowly, Ray raises a bare Exception, so the message has to be compared.
             if attempt == _START_ATTEMPTS or not is_slow_start_of_ray(error):
                 raise RuntimeError(f"Ray does not start on this machine: {describe_cause(error)}") from error

@@ -2,7 +2,7 @@
 
 ``para_core generate`` chooses names and writes (`cli/generation.py`). The server writes only the results of
 asynchronous videos (`http/videos.py`). `outputs.py` encodes what is written here. Tests:
-tests/cli/test_generate.py.
+tests/cli/test_generate.py, tests/fleet/test_openai.py, tests/same_bits/test_command.py.
 """
 
 from __future__ import annotations
@@ -34,8 +34,7 @@ if TYPE_CHECKING:
 # the largest.
 _BYTES_PER_PIXEL = {"png": 3.1, "jpg": 3.0, "webp": 3.0, "mp4": 1.0, "gif": 1.5}
 _SPARE_BYTES = 64 * 2**20  # of disk space that stay free beside the estimate
-# Names of the temporary files of write_atomically. A process that was killed leaves them behind.
-_TEMPORARY_PATTERN = re.compile(r"\.(.+-)?\d{5,}(-\d+)?\.(json|png|jpg|webp|mp4|gif)\.\w{8}")
+_TEMPORARY_BYTES = 4  # of randomness in the name of a temporary file, which has two characters for each
 # A valid beginning of a file name: no folder, and no character that a file system refuses.
 _NAME_PATTERN = re.compile(r"[^\W.][^\\/:*?\"<>|\x00-\x1f\x7f]*")
 # Bytes of such a beginning. File systems take names of 255; a number, a suffix and what makes the name of a temporary
@@ -250,7 +249,7 @@ def write_atomically(path: Path, data: bytes) -> None:
     """Write ``data`` to ``path``, so that a crash at any moment leaves either the old or the new contents."""
     # Not by mkstemp, whose files only their owner may read: the umask, which any new file has, can be read only
     # by setting it, for all threads.
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(_TEMPORARY_BYTES)}")
     try:
         with temporary.open("xb") as file:
             file.write(data)
@@ -264,10 +263,23 @@ def write_atomically(path: Path, data: bytes) -> None:
         raise
 
 
+def delete_temporary_files(folder: Path, name: str) -> None:
+    """Delete what a killed process has left of :func:`write_atomically` in a folder of results.
+
+    ``name`` is a regular expression of the results' names, without suffix. No other process may be writing such
+    results there.
+    """
+    formats = "|".join(("json", *_BYTES_PER_PIXEL))
+    pattern = re.compile(rf"\.{name}(-\d+)?\.({formats})\.\w{{{2 * _TEMPORARY_BYTES}}}")
+    for path in folder.iterdir():
+        if pattern.fullmatch(path.name):
+            path.unlink(missing_ok=True)
+
+
 @contextmanager
 def lock_folder(folder: Path) -> Iterator[None]:
-    """Lock ``folder`` inside this context against other processes of this machine. Delete leftover temporary
-    files.
+    """Lock ``folder`` inside this context against other ``para_core generate`` of this machine. Delete their leftover
+    temporary files.
 
     On a file system without locks, nothing is locked and nothing deleted.
 
@@ -289,10 +301,9 @@ def lock_folder(folder: Path) -> Iterator[None]:
             ) from None
         except OSError:
             pass  # The file system has no locks.
-        for path in folder.iterdir():
-            # Without a lock they may be those of a process that is writing.
-            if is_locked and _TEMPORARY_PATTERN.fullmatch(path.name):
-                path.unlink(missing_ok=True)
+        # Without a lock they may be those of a process that is writing.
+        if is_locked:
+            delete_temporary_files(folder, r"(.+-)?\d{5,}")  # names of choose_names
         yield
     finally:
         os.close(descriptor)

@@ -1,7 +1,7 @@
 """Entry point of the command ``para_core`` and of ``python -m para_core``.
 
 The command line itself is in :mod:`para_core.cli`, which needs the extra ``cli`` (in a checkout:
-``pip install '.[cli]'``).
+``pip install '.[cli]'``). Tests: tests/cli/test_interrupts.py, tests/cli/test_help.py.
 """
 
 from __future__ import annotations
@@ -38,11 +38,16 @@ def _end_at_once_on_signals() -> None:
 
     A library that is being imported may swallow a KeyboardInterrupt, or turn it into another exception.
     """
+    # As is_first_of_torchrun of cli/torchrun.py, which cannot be imported without the extra cli.
+    first = "WORLD_SIZE" not in os.environ or os.environ.get("RANK", "0") == "0"
 
     def end(signum: int, frame: Any) -> None:
-        if os.environ.get("RANK", "0") == "0":
-            os.write(2, f"{_SIGNALS[signal.Signals(signum)]}\n".encode())
-        os._exit(128 + signum)
+        try:
+            if first:
+                os.write(2, f"{_SIGNALS[signal.Signals(signum)]}\n".encode())
+        finally:
+            # Also if stderr is a closed pipe: a library that is being imported may swallow the OSError.
+            os._exit(128 + signum)
 
     for number, default in ((signal.SIGINT, signal.default_int_handler), (signal.SIGTERM, signal.SIG_DFL)):
         # Another handler is that of the program that called main. A background job of a shell ignores SIGINT.

@@ -342,7 +342,10 @@ def examine_machine(out: Path | None = None, *, ring: int | None = None, cpu: bo
         ValueError: ``ring`` is not positive.
     """
     check_ring(ring)
-    size, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
+    size, rank = 1, 0
+    # A cluster may set one of them: without the other this process is no rank.
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        size, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
     device, dtype, backend = torch.device("cpu"), torch.float32, "gloo"
     if not cpu and torch.cuda.is_available():
         dtype, backend = torch.bfloat16, "cpu:gloo,cuda:nccl"

@@ -67,8 +67,7 @@ def test_faults_of_a_rank_are_found_on_all(rank_pool):
     # The report describes the slowest rank, on all ranks.
     assert second.figures == healthy.figures
     for _, _, attention, _ in results:
-        assert attention.verdict == BROKEN
-        assert "NCCL" in attention.advice
+        assert attention.verdict == BROKEN and "NCCL" in attention.advice
     assert other_versions.verdict == BROKEN
     assert "rank 1: " in other_versions.result and "torch 2.12.0" in other_versions.result
     assert "torch" in other_versions.advice
@@ -80,7 +79,8 @@ def test_faults_of_a_rank_are_found_on_all(rank_pool):
         assert any(finding.name == "host" for finding in without_mesh.findings)
 
 
-def test_one_process_is_examined_without_ranks(tmp_path, capsys):
+def test_one_process_is_examined_without_ranks(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("RANK", "1")  # as a cluster may: without WORLD_SIZE it is no rank
     # macOS does not know how much memory is free.
     with in_short(), mock.patch("os.sysconf_names", {}), mock.patch("os.sysconf", side_effect=ValueError):
         assert doctor.main(["--cpu", "--output", str(tmp_path / "doctor.json")]) == 0

@@ -2,8 +2,8 @@
 address.
 
 `server.py` puts :meth:`Access.require` before each route but ``/health``, ``/openapi.json`` and the pages.
-Answers to the preflights of browsers (CORS) are Starlette's. Tests: tests/fleet/test_server.py,
-tests/fleet/test_http.py.
+Answers to the preflights of browsers (CORS) are Starlette's. Tests: tests/fleet/test_hostile.py,
+tests/fleet/test_server.py, tests/fleet/test_http.py.
 """
 
 from __future__ import annotations

@@ -59,9 +59,11 @@ def _public_name(model: PipelineInfo) -> str:
     """
     if _is_tiny(model):
         return "tiny-flux"
-    name = model.name
-    if Path(name).exists():  # The folder, or the single file of weights.
-        name = Path(name).name
+    name, path = model.name, Path(model.name)
+    if path.exists():  # The folder, or the single file of weights.
+        name = path.name
+        if name in ("", ".."):  # of the paths "." and ".."
+            name = path.resolve().name
     return name or model.pipeline
 
 

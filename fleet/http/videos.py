@@ -27,7 +27,7 @@ from para_core.fleet.http.jobs import Job, Jobs
 from para_core.fleet.http.middleware import escape_unprintable
 from para_core.fleet.pipeline_info import FRAME_PARAMETERS
 from para_core.fleet.request import Request
-from para_core.fleet.result_files import write_atomically
+from para_core.fleet.result_files import delete_temporary_files, write_atomically
 
 logger = logging.getLogger(__name__)
 _ID_PATTERN = re.compile(r"video_[0-9a-f]{32}")
@@ -65,6 +65,8 @@ class Videos:
         self._tasks: set[asyncio.Future[None]] = set()
         self._records: dict[str, dict[str, Any]] = {}
         folder.mkdir(parents=True, exist_ok=True)
+        # An earlier server may have been killed while it wrote a video.
+        delete_temporary_files(folder, _ID_PATTERN.pattern)
         for path in folder.glob("video_*.json"):
             # Files that hold no record are left alone.
             with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):

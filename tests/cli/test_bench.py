@@ -50,8 +50,7 @@ def test_one_rank_is_measured_and_compared(tmp_path, capsys):
     assert check["relative error"] == 0 and check["bound"] > 0
     assert check["runs equal"] and check["ranks equal"] and check["passed"]
     assert [path.name for path in traces.iterdir()] == ["rank-0.json.gz"]
-    shown = capsys.readouterr().out
-    assert re.search(r"\| s per generation \| [0-9.]+ \| [0-9.]+ \| [0-9.]+ \|", shown)
+    assert re.search(r"\| s per generation \| [0-9.]+ \| [0-9.]+ \| [0-9.]+ \|", capsys.readouterr().out)
 
 
 def measure_with(monkeypatch, hook):
@@ -74,8 +73,7 @@ def test_warmup_runs_are_not_timed_and_a_signal_writes_no_figures(tmp_path, monk
     assert len(json.loads(out.read_text())["seconds"]["per generation"]["each"]) == 1
     monkeypatch.setattr(para_core.cli.measurement, "build", lambda *_: signal.raise_signal(signal.SIGTERM))
     assert bench("--out", str(tmp_path / "none.json")) == 143
-    assert "SIGTERM" in capsys.readouterr().err
-    assert not (tmp_path / "none.json").exists()
+    assert "SIGTERM" in capsys.readouterr().err and not (tmp_path / "none.json").exists()
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
@@ -123,8 +121,7 @@ def test_ranks_count_their_traffic_and_see_other_bits(rank_pool, mesh):
     pixels = make_reference(Recipe(str(TINY_FLUX)), request).pixels
     results = rank_pool.run(measure_on_ranks, 2, recipe, request, pixels)
     for counted, sent, collectives, timed, _ in results:
-        assert counted["bytes sent"] == sent > 0
-        assert counted["collectives"] == collectives
+        assert counted["bytes sent"] == sent > 0 and counted["collectives"] == collectives
         assert 0 < counted["bytes sent per step"] <= sent / 3
         assert len(timed["steps"]) == 2
     for same, first, second in zip((True, False), *(comparisons for *_, comparisons in results), strict=True):

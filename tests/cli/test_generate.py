@@ -22,7 +22,7 @@ from para_core.fleet.failures import EncodingFailed
 from para_core.fleet.outputs import Result, encode
 from para_core.fleet.recipe import Recipe
 from para_core.fleet.request import Delivery, Request
-from para_core.fleet.result_files import compute_digest, lock_folder
+from para_core.fleet.result_files import compute_digest, lock_folder, write_atomically
 from para_core.option_values import BACKENDS
 from para_core.progress import readable_bytes
 from tests.scripts import command_on_ranks
@@ -87,8 +87,7 @@ def test_one_prompt_equals_plain_pipeline_and_is_recorded(tmp_path, capsys):
     assert (record["request"]["seed"], record["files"], record["size"]) == (7, ["00001.png"], "64x48")
     assert set(record["versions"]) == {"para_core", "torch", "diffusers"}
     with Image.open(tmp_path / "00001.png") as image:
-        assert image.text["prompt"] == prompt
-        assert json.loads(image.text["para_core"]) == record
+        assert image.text["prompt"] == prompt and json.loads(image.text["para_core"]) == record
     # A pipe gets a line for each phase.
     lines = capsys.readouterr().err.splitlines()
     total, transformer = (
@@ -318,8 +317,7 @@ def test_names_of_results_follow_what_is_in_the_folder(tmp_path, prompts, stand_
     assert new_files("--prompt", "a", "--format", "jpg") == pair(8, "jpg")
     assert new_files("--prompt", "a", "--fps", "3") == []
     for prompt, number in (("a", 1), ("b", 2)):
-        names = [f"my cat-{name}" for name in pair(number)]
-        assert new_files("--prompt", prompt, "--name", "my cat") == names
+        assert new_files("--prompt", prompt, "--name", "my cat") == [f"my cat-{name}" for name in pair(number)]
     ways = [Delivery(format_, fps) for format_ in ("mp4", "gif") for fps in (8, 16)]
     of_videos = {compute_digest(Request({"prompt": "a"}, delivery=way), Recipe("model"), "video") for way in ways}
     assert len(of_videos) == 4
@@ -357,11 +355,14 @@ def test_full_disk_and_a_result_of_somebody_else_keep_what_is_there(tmp_path, pr
     assert re.search(r"^line 2: no room$(?s:.*)^line 3: no room$", capsys.readouterr().err, re.M)
 
 
-def test_one_run_writes_to_a_folder_at_a_time(tmp_path, prompts, stand_in, capsys):
+def test_one_run_writes_to_a_folder_at_a_time(tmp_path, prompts, stand_in, monkeypatch, capsys):
     out = tmp_path / "ö 日本"
     out.mkdir()
-    for name in (".00001.png.abcd_123", ".mine"):
-        (out / name).touch()
+    (out / ".mine").touch()
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", lambda *_: None)  # The process was killed before.
+        for name in ("00001.png", "my cat-00001-2.webp"):
+            write_atomically(out / name, b"")
     arguments = ["generate", "--prompts", prompts({"prompt": ""}), "--out", str(out)]
     with lock_folder(out):
         assert run(arguments) == 1

@@ -32,9 +32,8 @@ import para_core.fleet.rank as rank
 
 def generate(*args):
     print("stuck", file=sys.stderr, flush=True)
-    libc = ctypes.CDLL(None)
     while True:
-        libc.sleep(3600)
+        ctypes.CDLL(None).sleep(3600)
 
 rank.generate_request = generate
 main()
@@ -45,9 +44,9 @@ def run_until(text, seconds, words, number, port=None):
     """Run a command until a line of its output has ``text``, and ``seconds`` longer; then send it a signal.
 
     With a port it is sent a long request once it answers. Return its exit code, and the lines that follow, without
-    progress. None of its processes may remain.
+    progress. None of its processes may remain. It has a RANK as on a cluster: without WORLD_SIZE it is no rank.
     """
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": "500"}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": "500", "RANK": "1"}
     options = {"cwd": ROOT, "env": environment, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     with subprocess.Popen([sys.executable, *words], start_new_session=True, **options) as command:
         late = threading.Timer(300, command.kill)
@@ -94,8 +93,7 @@ def test_signal_ends_a_command(tmp_path, command, ranks, text, seconds, name, co
     words = ["-m", "para_core", "serve" if command == "request" else command, "--ranks", str(ranks)]
     words += ["--port", str(port)] if words[2] == "serve" else LONG
     words += ["--out", str(tmp_path)] if command == "generate" else []
-    port = port if command == "request" else None
-    ended, lines = run_until(text, seconds, words, getattr(signal, name), port)
+    ended, lines = run_until(text, seconds, words, getattr(signal, name), port if command == "request" else None)
     assert ended == code, lines
     assert len(lines) == says.count(r"\n0 generated") + 1
     assert re.match(says, "\n".join(lines))
@@ -103,7 +101,7 @@ def test_signal_ends_a_command(tmp_path, command, ranks, text, seconds, name, co
 
 # A program that ignores the signal's exception, and whose report fails.
 FAILING_REPORT = """
-import sys, time
+import contextlib, sys, time
 from para_core.cli.signals import terminable
 
 def report(end):
@@ -112,25 +110,34 @@ def report(end):
 with terminable(report):
     print("stuck", file=sys.stderr, flush=True)
     while True:
-        try:
+        with contextlib.suppress(BaseException):  # as a library that ignores the exception
             time.sleep(3600)
-        except BaseException:  # as a library that ignores the exception
-            pass
+"""
+# The beginning of the command, which imports libraries, after its terminal was closed.
+IMPORTING = """
+import os, time, para_core.__main__
+para_core.__main__._end_at_once_on_signals()
+print("stuck", flush=True)
+os.close(2)
+time.sleep(3600)
 """
 
 
 @pytest.mark.parametrize(
-    ("text", "number", "code", "says"),
-    [(FAILING_REPORT, signal.SIGTERM, 143, ""), (STUCK, signal.SIGINT, 130, "interrupted: run")],
-    ids=["its report fails", "its step sees no signal"],
+    ("text", "name", "code", "says"),
+    [
+        (FAILING_REPORT, "SIGTERM", 143, ""),
+        (STUCK, "SIGINT", 130, "interrupted: run"),
+        (IMPORTING, "SIGTERM", 143, "$"),
+    ],
+    ids=["its report fails", "its step sees no signal", "its terminal is closed"],
 )
-def test_stuck_process_ends(tmp_path, text, number, code, says):
+def test_stuck_process_ends(tmp_path, text, name, code, says):
     program = tmp_path / "program.py"
     program.write_text(text)
     words = [str(program), "generate", *LONG, "--out", str(tmp_path / "out")]
-    ended, lines = run_until("stuck", 0.5, words, number)
-    assert ended == code
-    assert re.match(says, "\n".join(lines))
+    ended, lines = run_until("stuck", 0.5, words, getattr(signal, name))
+    assert ended == code and re.match(says, "\n".join(lines)), lines
 
 
 def test_handler_that_python_cannot_install_again_is_replaced_by_the_default(monkeypatch):

@@ -76,7 +76,6 @@ def test_later_file_section_of_the_command_and_second_names(read, write):
         ("vae: true\nno-vae: true", "vae and no-vae"),
         ("negative-prompt: ~", "null for negative-prompt"),
         ("a: &a [*a]", "no YAML"),
-        ("backend: math\nattention-backend: math", "backend and attention-backend"),
         ("attention-backend: foo", "--backend is 'foo'"),
         ("config: other.yaml", "'other.yaml'"),
         ('{"ranks": 1, "ranks": 2}', "twice"),

@@ -77,10 +77,8 @@ def rank():
     # Loading is logged for the process that asks.
     position, entries = rank.loading_log(LogPosition())
     messages = [entry.message for entry in entries]
-    assert "7 components" in messages[0]
-    assert sum(message.startswith("loaded component") for message in messages) == 7
-    assert rank.loading_log(position)[1] == []
-    assert logger.handlers == handlers
+    assert "7 components" in messages[0] and sum(x.startswith("loaded component") for x in messages) == 7
+    assert rank.loading_log(position)[1] == [] and logger.handlers == handlers
     return rank
 
 

@@ -34,14 +34,14 @@ def start(monkeypatch):
     monkeypatch.setattr(ray, "shutdown", lambda: None)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
 
-    def start(noted=False, alive=False, first_error=""):
-        started, errors = [], [first_error] if first_error else []
+    def start(noted=False, alive=False, first_errors=()):
+        started, errors = [], [*first_errors]
 
         def init(address=None, num_cpus=None, **_):
             # With None, Ray takes the cluster that ray start or RAY_ADDRESS noted, or a new one.
             assert address in (None, "local")
             if errors:
-                raise Exception(errors.pop())
+                raise errors.pop()
             if address is None and noted and num_cpus is not None:
                 raise ValueError("When connecting to an existing cluster, num_cpus must not be provided.")
             if address is None and noted and not alive:
@@ -60,7 +60,7 @@ def start(monkeypatch):
         ({}, NEW),  # a cluster of another program is not joined
         ({"noted": True, "alive": True}, JOIN),
         ({"noted": True}, LOCAL),
-        ({"first_error": "The current node timed out during startup."}, NEW),
+        ({"first_errors": [Exception("The current node timed out during startup.")]}, NEW),
     ],
 )
 def test_cluster_is_joined_or_started(start, found, expected):
@@ -70,9 +70,10 @@ def test_cluster_is_joined_or_started(start, found, expected):
 
 
 def test_named_address_without_cluster_and_failing_start_raise(start, monkeypatch):
-    start(first_error="no space left")
-    with pytest.raises(RuntimeError, match=r"Ray .*: no space left"):
-        ray_cluster.connect(7, debug=False)
+    start(first_errors=[Exception("no space left"), ValueError("no memory left")])
+    for reason in ("no memory left", "no space left"):
+        with pytest.raises(RuntimeError, match=rf"Ray does not start.*: {reason}"):
+            ray_cluster.connect(7, debug=False)
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
     start(noted=True)
     with pytest.raises(RuntimeError, match=r"RAY_ADDRESS .*'127\.0\.0\.1:1', but"):
@@ -132,10 +133,8 @@ def wait_for(*answers):
             raise answer
         return [answer]
 
-    async def run():
-        return await group._wait_for_answers([answer_after(*pair) for pair in answers])
-
-    return [answer for (answer,) in asyncio.run(run())]
+    waiting = group._wait_for_answers([answer_after(*pair) for pair in answers])
+    return [answer for (answer,) in asyncio.run(waiting)]
 
 
 @pytest.mark.parametrize(

@@ -84,7 +84,8 @@ class StandIn:
 def serving(backend=None, *, pipeline=FluxKontextPipeline, others=(), multiple=1, mounted="", **options):
     """Yield the port of a running server, in an application that mounts it at a path, and its backend."""
     backend = backend or StandIn()
-    model = replace(describe_class(__file__, pipeline, {}), others=others, multiple=multiple)
+    name = __file__.replace("test_server.py", "..")
+    model = replace(describe_class(name, pipeline, {}), others=others, multiple=multiple)
     server = Server(backend, model, ServerOptions(**options))
     backend.server = server
     app = FastAPI()

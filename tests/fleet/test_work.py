@@ -1,6 +1,5 @@
 """A request on the ranks of a group, without Ray: ways to put a pipeline on them, stopping together, and results."""
 
-import hashlib
 import io
 import tempfile
 from dataclasses import replace
@@ -13,7 +12,7 @@ import torch.distributed as dist
 from diffusers import FluxImg2ImgPipeline
 from PIL import Image
 
-from para_core.fleet.build import build, dtype_of, find_model
+from para_core.fleet.build import _offload_components, build, dtype_of, find_model
 from para_core.fleet.failures import EncodingFailed
 from para_core.fleet.memory import foresee_mesh, predict_memory
 from para_core.fleet.outputs import encode
@@ -56,6 +55,13 @@ def test_recipe_equals_plain_pipeline(rank_pool, plain):
     assert first.metadata["mesh"] == mesh
     assert foresee_mesh(without_weights(find_model(None), dtype_of(recipe)), recipe, 2) == mesh
     assert np.abs(pixels(first) - plain[1]).max() <= 1
+
+
+def test_components_are_offloaded_from_the_gpu_of_their_rank(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    pipe = load_pipe(FLUX)
+    _offload_components(pipe, "cuda")
+    assert pipe._offload_device == torch.device("cuda", 1)  # without an index diffusers takes the first GPU
 
 
 def preview_and_cancel():
@@ -143,8 +149,6 @@ def test_results_of_one_request_are_those_of_their_own_seeds(plain):
         assert together.metadata["seeds"] == [3, 4]
         assert [output.suffix for output in together.outputs] == ["-0.png", "-1.png"]
         for output, seed in zip(together.outputs, (3, 4), strict=True):
-            opened = Image.open(io.BytesIO(output.data))
-            assert output.pixels_sha256 == hashlib.sha256(opened.tobytes()).hexdigest()
             assert np.abs(pixels(output.data) - pixels(draw(seed=seed))).max() <= 1
         assert np.abs(pixels(together.outputs[0].data) - pixels(together.outputs[1].data)).max() > 1
 
@@ -162,8 +166,7 @@ def test_layers_with_transparency_are_files_of_one_size():
         request = replace(REQUEST, images=images, delivery=Delivery(format_))
         result = generate_request(Layers(), request, Recipe(FLUX))
         corners = [tuple(pixels(output.data)[0, 0]) for output in result.outputs]
-        assert corners[0] == first and corners[1][2] > 250
-        assert result.metadata["size"] == "64x48"
+        assert corners[0] == first and corners[1][2] > 250 and result.metadata["size"] == "64x48"
 
 
 def test_result_that_cannot_be_encoded_fails_its_request_only(monkeypatch, tmp_path):
@@ -184,8 +187,7 @@ def test_result_that_cannot_be_encoded_fails_its_request_only(monkeypatch, tmp_p
 
 def test_webp_loses_no_pixel_and_mp4_no_row():
     image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (16, 16, 3), dtype=np.uint8))
-    (output,) = encode([image], Delivery("webp"))
-    assert np.array_equal(np.asarray(Image.open(io.BytesIO(output.data))), np.asarray(image))
+    assert np.array_equal(pixels(encode([image], Delivery("webp"))[0].data), np.asarray(image))
     sizes = [len(encode([[image] * 2], Delivery("webp", quality=quality))[0].data) for quality in (5, 95)]
     assert sizes[0] < sizes[1]
     gifs = [encode([[image, image.rotate(90)]], Delivery("gif", fps))[0].data for fps in (8, 15, 60)]

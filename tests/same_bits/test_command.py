@@ -43,13 +43,13 @@ def test_check_passes_only_with_the_bits_of_one_rank(rank_pool):
     for wrong in (other, {**same, "relative error": None, "passed": False}):
         assert any("WRONG" in line for line in describe_check(wrong))
     assert f"SHA-256 of rank 0 to 1: {digest}" in describe_check(same)
+    assert "--products triton" in describe_check({**other, "same bits required": False, "products": "triton"})[0]
 
 
 @pytest.mark.parametrize("size", [(1, 1), (5, 3)])
 def test_a_record_has_the_digest_pixels_the_pixels_of_a_png(tmp_path, size):
     images = [Image.effect_noise(size, 50).convert("RGB") for _ in range(2)]
-    outputs = encode(images, Delivery(format_="png"))
-    write_result(tmp_path, Line(1, REQUEST, "digest", "cat"), Result(tuple(outputs), {}))
+    write_result(tmp_path, Line(1, REQUEST, "digest", "cat"), Result(tuple(encode(images, Delivery("png"))), {}))
     record = json.loads((tmp_path / "cat.json").read_text())
     for name, digest in zip(record["files"], record["pixels sha256"], strict=True):
         file = Image.open(io.BytesIO((tmp_path / name).read_bytes()))
