@@ -109,6 +109,7 @@ def from_pretrained_sharded(
             if options.get(option) is not None:
                 raise ValueError(f"from_pretrained_sharded takes no {option}: {instead}")
     if mesh is None:
+        # Not the default mesh of parallelize_pipe, which is predicted for a pipeline that is loaded.
         mesh = init_context_parallel_mesh()
     guided = guided_mesh_for(mesh, None)
     method = _require_method_that_fits(weights, quantize, guided)
