@@ -266,11 +266,11 @@ def test_stored_buffers_are_cast_like_weights_and_what_a_class_keeps_in_float32(
     layer.register_buffer("made", torch.ones(2), persistent=False)
     other.running_mean = layer.running_mean
     model = torch.nn.ModuleDict({"layer": layer, "other": other, "wo": torch.nn.Linear(2, 2).bfloat16()})
-    model._keep_in_fp32_modules = ["wo"]
+    model._keep_in_fp32_modules = ["wo.weight", "bias"]
     _cast_weights(model, torch.float16)
     assert (layer.running_mean.dtype, layer.made.dtype) == (torch.float16, torch.float32)
     assert other.running_mean is layer.running_mean
-    assert model["wo"].weight.dtype == torch.float32 and model["wo"].weight.requires_grad
+    assert {(x.dtype, x.requires_grad) for x in model["wo"].parameters()} == {(torch.float32, True)}
 
 
 @pytest.mark.parametrize(
