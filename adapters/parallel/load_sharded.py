@@ -90,8 +90,8 @@ def from_pretrained_sharded(
     Raises:
         TypeError: If the pipeline is not supported.
         ImportError: If ``quantize`` needs torchao and it is not installed.
-        ValueError: If an option is invalid or does not fit the mesh, or the weights have other names,
-            shapes or dtypes on another rank.
+        ValueError: If an option is invalid or does not fit the mesh, or, with ``"fsdp"`` and ``"tensor"``, the
+            weights have other names, shapes or dtypes on another rank. Those of stages are not compared.
         RuntimeError: If there is no process group; or, on every rank, if a file is missing, incomplete or
             corrupt on one rank, or a download fails.
     """

@@ -94,7 +94,11 @@ class _ShardedLoras:
         self._merge_wrapper = self._merge
 
     def add(self, call: Callable[..., Any], module: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """Run a method that adds a LoRA, with weights of global shapes. Collective."""
+        """Run a method that adds a LoRA, with weights of global shapes. Collective.
+
+        If it fails on one rank alone, the others keep the LoRA, although all raise. The next call of the pipeline
+        then raises, because it compares which LoRAs are active (``agree/loras.py``).
+        """
         names = set(getattr(module, "peft_config", None) or ())
         with on_all_ranks(self._ranks), self._following(module, names):
             check_initialization(module, args, kwargs)
