@@ -62,6 +62,7 @@ def propose_on_small_model(base: Any, model: nn.Module, inputs: Mapping[str, Any
             raise.
     """
     outcome: list[Any] = [None, None]  # the adapter, and why there is none
+    cause: Exception | None = None  # on rank 0 alone, because an exception may not pickle
     if not dist.is_initialized() or dist.get_rank() == 0:
         try:
             adapter = _propose(base, model, inputs)
@@ -71,6 +72,7 @@ def propose_on_small_model(base: Any, model: nn.Module, inputs: Mapping[str, Any
             outcome[0] = adapter
         # The constructor and the model may raise anything, and the other ranks wait for the outcome.
         except Exception as error:
+            cause = error
             outcome[1] = f"{type(error).__name__}: {error}"
     if dist.is_initialized():
         dist.broadcast_object_list(outcome, src=0)
@@ -80,7 +82,7 @@ def propose_on_small_model(base: Any, model: nn.Module, inputs: Mapping[str, Any
         raise ValueError(
             f"no plan is recorded for {type(model).__name__}, and none was found on a small copy of it: {problem} "
             "Set ranks to 1 and cache to 0, or use ComfyUI's own loader."
-        )
+        ) from cause
     return proposed
 
 

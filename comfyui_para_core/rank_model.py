@@ -64,6 +64,7 @@ class RankModel:
 
     def __init__(self, path: str, options: Mapping[str, Any], settings: Settings) -> None:
         self.path, self.options, self.settings = path, options, settings
+        self.needs_plan = settings.ranks > 1 or settings.cache > 0
         self.shards_weights = settings.weights == "fsdp" and settings.ranks > 1
         if self.shards_weights:
             require_method("fsdp")
@@ -174,8 +175,7 @@ class RankModel:
 
     def _is_other_form(self, inputs: Mapping[str, Any]) -> bool:
         """Whether the plan was proposed from a call with other arguments, which says nothing about this one."""
-        proposed = self.recorded is None and (self.settings.ranks > 1 or self.settings.cache > 0)
-        return proposed and forms_of(inputs) != self.forms
+        return self.recorded is None and self.needs_plan and forms_of(inputs) != self.forms
 
     def _parallelize(self, inputs: Mapping[str, Any]) -> None:
         """Shard the model by its plan, proposed from ``inputs`` if none is recorded, and attach the cache. A
@@ -188,7 +188,7 @@ class RankModel:
         adapter: Adapter | None = None
         if self.recorded is not None:
             adapter = self.recorded.adapter
-        if adapter is None and (settings.ranks > 1 or settings.cache):
+        if adapter is None and self.needs_plan:
             adapter = propose_on_small_model(self.patcher.model, self.model, inputs)
             self.forms = forms_of(inputs)
         device = self.patcher.load_device.type

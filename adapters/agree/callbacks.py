@@ -3,7 +3,8 @@ ranks.
 
 After each callback the ranks exchange a few numbers over the CPU. The LoRAs, and the values of tensors that a
 callback changed, follow in the next exchange, after the next callback or at the end of the call: meanwhile
-the device computes their fingerprints, and the host need not wait for the step that runs.
+the device computes their fingerprints, and the host need not wait for the step that runs. Other attributes
+of the pipeline, which a callback may set too, are not compared.
 
 ``adapters/parallel/call.py`` uses :class:`CheckedCallbacks`. The cache, CFG over ranks and schedules of
 attention use only :func:`wrap_callbacks`, each with a slot of its own. Tests:

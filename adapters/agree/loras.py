@@ -70,6 +70,7 @@ def lora_layers(model: nn.Module) -> list[Any]:
     # peft lists its adapters in peft_config, so without an entry there the modules need not be searched.
     if not getattr(model, "peft_config", None):
         return []
+    # Wrappers of modules_to_save have adapters too, but merge nothing: they are those of _copied_modules.
     return [
         module
         for module in model.modules()

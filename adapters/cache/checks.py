@@ -33,6 +33,7 @@ def check_cache(model: CheckedModel, options: CacheOptions | None = None) -> Non
     owner = model.owner
     module = model.module
     adapter = model.adapter
+    # A transformer alone may have one: apply_cache_on_transformer replaces it.
     if model.component:
         check_no_second_cache(model.called, module, model.name)
     check_cache_has_transformer(owner, module)
@@ -124,7 +125,7 @@ def check_no_second_cache(called: Any, module: nn.Module, name: str) -> None:
     Raises:
         ValueError: The transformer has a cache of its own.
     """
-    if (cache_options(called) or cache_options(module)) is not None:
+    if cache_options(called) is not None or cache_options(module) is not None:
         raise ValueError(
             f"{name} has a cache of its own (apply_cache, apply_cache_on_transformer), and two caches would skip the "
             f"same blocks. Call para_core.remove_cache({name}), or leave out apply_cache_on_pipe(pipe, ...)."
@@ -132,7 +133,11 @@ def check_no_second_cache(called: Any, module: nn.Module, name: str) -> None:
 
 
 def check_has_scheduler(pipe: Any, options: CacheOptions) -> None:
-    """Refuse a cache with options that need a schedule, if the pipeline has no scheduler."""
+    """Refuse a cache with options that need a schedule, if the pipeline has no scheduler.
+
+    Raises:
+        ValueError: It has none.
+    """
     if options.needs_schedule and getattr(pipe, "scheduler", None) is None:
         raise ValueError(
             f"{options.needs_schedule[0]} needs a scheduler, and this {original_class(pipe).__name__} has none. Leave "

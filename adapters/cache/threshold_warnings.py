@@ -8,6 +8,8 @@ There are four warnings, by the verdicts (:class:`~para_core.cache.decision.Verd
 - only hits: some HIT, and no step that was computed for the difference or a limit (MISS, NOT_FINITE, LIMIT),
   so the threshold may be too high. Steps that were computed for another reason (WARMUP, SCHEDULE, REPEATED)
   do not count: no threshold changes them.
+
+With ``compute_steps`` no step is HIT or MISS, so there is neither of the last two.
 """
 
 from __future__ import annotations

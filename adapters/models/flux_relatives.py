@@ -46,9 +46,9 @@ def _joint_tensor_plan(gated: bool = False) -> TensorPlan:
             **dict.fromkeys((f"{double}.{name}.net.0.proj" for name in ("ff", "ff_context")), hidden),
             **linears(single, columns=heads),
             f"{single}.proj_mlp": hidden,
-            # proj_out reads attention output, then hidden units, which are mlp_ratio = 4.0 times as wide: the
-            # default of the single blocks, which no model here changes. Each part is sharded separately.
-            f"{single}.proj_out": Linear("rowwise", (1, 4)),
+            # proj_out reads attention output, as wide as its own output, then hidden units. Each part is sharded
+            # separately.
+            f"{single}.proj_out": Linear("rowwise", parts_from="out_features"),
         },
         heads=(f"{double}.attn", f"{single}.attn"),
         counts=counts,

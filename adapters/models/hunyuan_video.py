@@ -33,9 +33,9 @@ HUNYUAN_VIDEO_TENSOR = TensorPlan(
             rows=["attn.to_out.0", "attn.to_add_out", "ff.net.2", "ff_context.net.2"],
         ),
         **linears("single_transformer_blocks.*", columns=["attn.to_q", "attn.to_k", "attn.to_v", "proj_mlp"]),
-        # proj_out reads attention output, then hidden units, mlp_ratio = 4.0 times as wide: the default of both
-        # models. Each part is sharded separately.
-        "single_transformer_blocks.*.proj_out": Linear("rowwise", (1, 4)),
+        # proj_out reads attention output, as wide as its own output, then hidden units, whose number follows from
+        # mlp_ratio. Each part is sharded separately.
+        "single_transformer_blocks.*.proj_out": Linear("rowwise", parts_from="out_features"),
         **linears(
             _REFINER,
             columns=["attn.to_q", "attn.to_k", "attn.to_v", "ff.net.0.proj"],

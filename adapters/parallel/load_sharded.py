@@ -90,8 +90,8 @@ def from_pretrained_sharded(
     Raises:
         TypeError: If the pipeline is not supported.
         ImportError: If ``quantize`` needs torchao and it is not installed.
-        ValueError: If an option is invalid or does not fit the mesh, or the weights have other names,
-            shapes or dtypes on another rank.
+        ValueError: If an option is invalid or does not fit the mesh, or, with ``"fsdp"`` and ``"tensor"``, the
+            weights have other names, shapes or dtypes on another rank. Those of stages are not compared.
         RuntimeError: If there is no process group; or, on every rank, if a file is missing, incomplete or
             corrupt on one rank, or a download fails.
     """
@@ -109,6 +109,7 @@ def from_pretrained_sharded(
             if options.get(option) is not None:
                 raise ValueError(f"from_pretrained_sharded takes no {option}: {instead}")
     if mesh is None:
+        # Not the default mesh of parallelize_pipe, which is predicted for a pipeline that is loaded.
         mesh = init_context_parallel_mesh()
     guided = guided_mesh_for(mesh, None)
     method = _require_method_that_fits(weights, quantize, guided)
@@ -241,7 +242,7 @@ def _cast_weights(module: nn.Module, dtype: torch.dtype) -> None:
     cast: dict[int, nn.Parameter] = {}
     for path, owner in module.named_modules():
         for name, parameter in list(owner.named_parameters(recurse=False)):
-            target = torch.float32 if kept & {*path.split("."), name} else dtype
+            target = torch.float32 if _names_part_of(f"{path}.{name}", kept) else dtype
             if parameter.is_floating_point() and parameter.dtype != target:
                 if id(parameter) not in cast:
                     data = parameter.detach().to(target)
@@ -253,14 +254,21 @@ def _cast_weights(module: nn.Module, dtype: torch.dtype) -> None:
     for path, buffer in list(module.named_buffers(remove_duplicate=False)):
         if path in stored and buffer.is_floating_point():
             if id(buffer) not in cast_buffers:
-                target = torch.float32 if kept & {*path.split(".")} else dtype
+                target = torch.float32 if _names_part_of(path, kept) else dtype
                 cast_buffers[id(buffer)] = buffer.to(target)
             owner_path, _, name = path.rpartition(".")
             module.get_submodule(owner_path).register_buffer(name, cast_buffers[id(buffer)])
 
 
+def _names_part_of(path: str, names: Collection[str]) -> bool:
+    """Whether one of ``names`` is a run of whole components of the dotted ``path``."""
+    return any(f".{name}." in f".{path}." for name in names)
+
+
 def _kept_in_float32(module: nn.Module, dtype: torch.dtype) -> set[str]:
-    """Return the names of modules and weights that the class of ``module`` keeps in float32."""
+    """Return the names of modules and weights that the class of ``module`` keeps in float32. A name may have several
+    components: "gate.weight".
+    """
     kept = set(getattr(module, "_keep_in_fp32_modules_strict", None) or ())
     # transformers applies this list for float16 only; diffusers, which has no strict list, for every dtype.
     if dtype == torch.float16 or not hasattr(module, "_keep_in_fp32_modules_strict"):

@@ -90,6 +90,8 @@ def parallelize_transformer(transformer: nn.Module, options: TransformerOptions)
         compare = partial(make_call_agreement, mesh=guided, assume_equal=options.assume_equal)
         # The empty name stands for a transformer that is no component of a pipeline.
         changes = make_changes(ChangeRequest(module, {"": module}, guided, vars(options), compare))
+    # Nobody keeps the session of a transformer alone, so there is no previous one to undo: its slots are emptied by
+    # Part.clear() of the new parts (remove_from_transformer).
     replace_session(transformer, None, ParallelSession(guided, [part, *map(FeaturePart, changes)]))
     return transformer
 

@@ -100,7 +100,7 @@ def _gather_layers(module: nn.Module, layers: Sequence[nn.Module]) -> Iterator[N
 
 def _place_loras(module: nn.Module) -> None:
     """Move LoRAs to the device of the mesh: peft creates them in host memory if the weights are offloaded to
-    it.
+    it. FSDP2 shards none of them, so each rank holds all.
     """
     mesh = shard_mesh(module)
     if mesh is not None and mesh.device_type != "cpu":

@@ -51,8 +51,9 @@ def agree_on_lora(ranks: AnyMesh, args: tuple[Any, ...], kwargs: dict[str, Any])
     """Raise ``ValueError`` on all of ``ranks`` if they add different LoRAs. Collective.
 
     Ranks that hold different parts of the weights cannot compare these later. ``args`` and ``kwargs`` are the
-    arguments of the method that adds a LoRA: its weights by name, a configuration, or the path of a file,
-    which is not compared, because it may differ between hosts.
+    arguments of the method that adds a LoRA: its weights by name, a configuration, or the path of a file.
+    A path is not compared, because it may differ between hosts, and so the weights in such a file are not: a
+    pipeline reads the file and passes its weights, only a call of the model's own method passes a path.
     """
     named = {**{f"argument {index}": value for index, value in enumerate(args)}, **kwargs}
     values = {
@@ -93,7 +94,11 @@ class _ShardedLoras:
         self._merge_wrapper = self._merge
 
     def add(self, call: Callable[..., Any], module: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """Run a method that adds a LoRA, with weights of global shapes. Collective."""
+        """Run a method that adds a LoRA, with weights of global shapes. Collective.
+
+        If it fails on one rank alone, the others keep the LoRA, although all raise. The next call of the pipeline
+        then raises, because it compares which LoRAs are active (``agree/loras.py``).
+        """
         names = set(getattr(module, "peft_config", None) or ())
         with on_all_ranks(self._ranks), self._following(module, names):
             check_initialization(module, args, kwargs)
@@ -180,21 +185,26 @@ def check_initialization(module: nn.Module, args: tuple[Any, ...], kwargs: dict[
     Zeros replace the weights that this rank lacks while a LoRA is added, so these methods would compute wrong
     values in silence. ``args`` and ``kwargs`` are the arguments of the call that adds the LoRA. Every text
     for ``init_lora_weights`` but ``"gaussian"`` is refused, so that one which a later peft adds is refused
-    too.
+    too. The configuration in a file whose path is passed to the model itself is not read.
     """
-    for config in (*args, *kwargs.values()):
-        saved = getattr(config, "modules_to_save", None)
+    configs = [dict(vars(config)) for config in (*args, *kwargs.values()) if is_dataclass(config)]
+    # A pipeline passes the config that a file holds as ``metadata``, with names like
+    # "transformer.init_lora_weights". The file then holds the values of a DoRA, which replace the computed ones.
+    metadata = kwargs.get("metadata") or {}
+    of_file = {name.rpartition(".")[2]: value for name, value in metadata.items()}
+    for config in (*configs, {**of_file, "use_dora": False}):
+        saved = config.get("modules_to_save")
         if saved:
             raise ValueError(
                 f"a LoRA with modules_to_save={saved} begins with copies of modules of this "
                 f"{original_class(module).__name__}, whose weights are sharded or in stages. Add it before "
                 "parallelize_pipe(pipe, mesh=mesh)."
             )
-        start = getattr(config, "init_lora_weights", None)
-        if getattr(config, "use_dora", False) or (isinstance(start, str) and start != "gaussian"):
+        has_dora, start = config.get("use_dora", False), config.get("init_lora_weights")
+        if has_dora or (isinstance(start, str) and start != "gaussian"):
             raise ValueError(
-                f"a LoRA with use_dora={config.use_dora}, init_lora_weights={start!r} begins with values "
+                f"a LoRA with use_dora={has_dora}, init_lora_weights={start!r} begins with values "
                 f"that are computed from all weights of this {original_class(module).__name__}, which are "
                 "sharded or in stages. Add it before parallelize_pipe(pipe, mesh=mesh), or load it from a "
-                "file (pipe.load_lora_weights)."
+                "file that says no init_lora_weights (pipe.load_lora_weights)."
             )

@@ -1,7 +1,7 @@
 """Plans of Cosmos Predict 2. Compared with ComfyUI 0.33.0, ``comfy/ldm/cosmos/predict2.py``.
 
 ``COMFYUI=path python -m benchmarks.comfyui.classes --only NAME`` compares them, and ``make test`` runs none
-of them; see `plans/__init__.py`, which finds them here.
+of them, only the functions here (tests/comfyui/test_pack.py). See `plans/__init__.py`, which finds them here.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Plans of FLUX.1, FLUX.2, Chroma and Chroma Radiance. Compared with ComfyUI 0.33.0.
 
 ``COMFYUI=path python -m benchmarks.comfyui.classes --only NAME`` compares them, and ``make test`` runs none
-of them; see `plans/__init__.py`, which finds them here. Qwen-Image and HunyuanVideo take parts of it from
-here.
+of them, only the functions here (tests/comfyui/test_pack.py). See `plans/__init__.py`, which finds them here.
+Qwen-Image and HunyuanVideo take parts of this file.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Plans of models whose blocks take text and image tokens as two tensors. Compared with ComfyUI 0.33.0.
 
 ``COMFYUI=path python -m benchmarks.comfyui.classes --only NAME`` compares them, and ``make test`` runs none
-of them; see `plans/__init__.py`, which finds them here.
+of them, only the functions here (tests/comfyui/test_pack.py). See `plans/__init__.py`, which finds them here.
 
 Models that take both as one tensor are in `one_stream`.
 """

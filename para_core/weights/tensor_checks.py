@@ -40,9 +40,9 @@ def check_tensor_plan(module: nn.Module, plan: TensorPlan, ranks: int) -> None:
         _check_linear(name, linear, cls)
         channels = linear.weight.shape[style.dim]
         sizes = part_sizes(linear, style) or (channels,)
-        if sum(sizes) != channels:
+        if sum(sizes) != channels or min(sizes) < 0:
             raise ValueError(
-                f"{name} of this {cls} has {channels} channels, which the relative sizes of its {len(sizes)} parts do "
+                f"{name} of this {cls} has {channels} channels, which the sizes of its {len(sizes)} parts do "
                 "not divide. Correct Linear(parts=...) of its tensor plan, or use weights='fsdp'."
             )
         for size in sizes:

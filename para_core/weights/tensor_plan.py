@@ -26,7 +26,8 @@ class Linear:
             concatenated along the sharded dim, such as query, key and value, or the two halves of a gate.
             Each part is sharded separately. Empty means a single part.
         parts_from (`str`, *optional*, defaults to `""`): Name of the attribute of the layer that holds these
-            relative sizes. Used if ``parts`` is empty.
+            relative sizes, or the size of the first of two parts: a row-sharded layer that reads attention
+            output, then hidden units, has ``"out_features"`` of the former. Used if ``parts`` is empty.
 
     Raises:
         ValueError: ``along`` is something else.
@@ -156,12 +157,15 @@ def part_sizes(linear: Any, style: Linear) -> tuple[int, ...]:
     part. Their sum is less than the dim if the relative sizes do not divide it, which check_tensor_plan
     refuses.
     """
+    total = linear.weight.shape[style.dim]
     relative = style.parts
     if not relative and style.parts_from:
-        relative = tuple(getattr(linear, style.parts_from, None) or ())
+        held = getattr(linear, style.parts_from, None)
+        if isinstance(held, int):
+            return held, total - held
+        relative = tuple(held or ())
     if len(relative) < 2:
         return ()
-    total = linear.weight.shape[style.dim]
     return tuple(total // sum(relative) * part for part in relative)
 
 

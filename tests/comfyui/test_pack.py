@@ -317,7 +317,6 @@ def test_settings_that_do_not_fit_are_errors_of_the_loader(nodes, wan):
         ({"mesh": "ring 3"}, "'ring 3'"),
         ({"mesh": "ring 2 ring 2"}, "'ring 2 ring 2'"),
         ({"mesh": "?"}, "'?'"),
-        ({"mesh": "ring 0 ulysses 2"}, "0 ranks"),
         ({"cache": float("nan")}, "cache is nan"),
         ({"weights": "tensor"}, "weights is 'tensor'"),
         ({"weight_dtype": "int4"}, "weight_dtype is 'int4'"),
@@ -333,13 +332,18 @@ def test_a_subclass_has_no_plan_of_its_base_class():
     assert find_plan(base).models.startswith("Wan") and find_plan(derived) is None
 
 
-def test_times_of_frames_are_repeated_for_their_tokens_and_refused_with_other_tokens():
-    from comfyui_para_core.plans.wan import WAN
+def test_arguments_are_brought_into_the_form_of_a_plan_or_refused():
+    from comfyui_para_core.plans import cosmos, flux, joint_attention, wan
 
-    model = mock.Mock(patch_size=(1, 2, 2), ref_conv=torch.nn.Identity())
-    call = {"x": torch.zeros(1, 4, 3, 4, 5), "timestep": torch.arange(3.0)[None]}
-    assert WAN.prepare(model, call)["timestep"].tolist() == [[0.0] * 6 + [1.0] * 6 + [2.0] * 6]
-    assert "reference_latent" in WAN.refusals[0](model, {**call, "reference_latent": torch.zeros(1)})
+    model = mock.Mock(patch_size=(1, 2, 2), patch_temporal=2, ref_conv=torch.nn.Identity())
+    call = {"x": torch.zeros(1, 4, 3, 4, 5), "timestep": torch.arange(3.0)[None], "timesteps": torch.ones(1)}
+    assert wan.WAN.prepare(model, call)["timestep"].tolist() == [[0.0] * 6 + [1.0] * 6 + [2.0] * 6]
+    assert "reference_latent" in wan.WAN.refusals[0](model, {**call, "reference_latent": torch.zeros(1)})
+    assert cosmos.COSMOS_PREDICT2.prepare(model, call)["timesteps"].tolist() == [[1.0, 1.0]]
+    call = {"ref_latents": [0], "ref_latents_method": "index_timestep_zero", "control": {}}
+    assert all(refusal(model, call) for refusal in flux.FLUX.refusals) and len(flux.FLUX.refusals) == 2
+    call = {"context": torch.ones(1, 5, 2), "attention_mask": torch.arange(5)[None] < 3, "num_tokens": 3}
+    assert joint_attention.MOCHI.prepare(model, call)["context"].shape[1] == 3
 
 
 def test_names_of_blocks_streams_and_conditions_agree_in_each_plan():

@@ -46,10 +46,7 @@ DIFFERING = [
     (lambda pipe: quantize_(pipe.transformer.transformer_blocks, Int8WeightOnlyConfig()), "rank 1: .* Int8Tensor"),
     (lambda pipe: setattr(pipe, "transformer", flux_transformer(num_single_layers=3)), "transformer.* rank 0 .*rank 1"),
     (lambda pipe: pipe.transformer.bfloat16(), r"ranks .*transformer\..* float32, .* rank 1 .* bfloat16, "),
-    (
-        lambda pipe: pipe.transformer.proj_out.weight.data.add_(1),
-        r"ranks .*transformer\.proj_out\.weight: .* float32, .* rank 1 .* float32, ",
-    ),
+    (lambda pipe: pipe.transformer.proj_out.weight.data.add_(1), r"transformer\.proj_out\.weight: .* rank 1 "),
 ]
 
 
@@ -97,7 +94,6 @@ def use_after_failure(method):
         lambda: generate(pipe, "flux"),
         lambda: pipe.transformer(hidden_states=torch.zeros(1, 4, 16)),
         lambda: parallelize_pipe(pipe, mesh=mesh, **options),
-        lambda: parallelize_pipe(pipe, mesh=mesh),
         lambda: shard_weights(pipe, mesh_of({})),
         lambda: unparallelize_pipe(pipe),
         lambda: parallelize_transformer(pipe.transformer, mesh=mesh),
@@ -118,7 +114,6 @@ def settings_after(method, folder):
         lambda: unparallelize_pipe(pipe),
         lambda: unparallelize_transformer(pipe.transformer),
         lambda: parallelize_pipe(pipe, mesh=mesh, weights="replicate"),
-        lambda: parallelize_pipe(pipe, mesh=mesh, text_encoders="offload"),
         lambda: parallelize_pipe(pipe, mesh=mesh, text_encoders="replicate"),
         *[partial(parallelize_pipe, pipe, mesh=meshes[name], **METHODS[name][1]) for name in METHODS if name != method],
     ]
@@ -229,7 +224,6 @@ def split_without_index(part):
 BROKEN = {
     "interrupted": (lambda part: os.truncate(weights_of(part), 100_000), (1,), r"^mesh rank 1: .*/interrupted "),
     "corrupt": (lambda part: weights_of(part).write_bytes(b"\xff" * 64), (0, 1), r"^mesh rank 0: .*/corrupt "),
-    "missing": (lambda part: weights_of(part).unlink(), (1,), r"^mesh rank 1: .*/missing "),
     "none": (lambda part: weights_of(part).unlink(), (0, 1), r"transformer .*safetensors(?!.*save_pretrained)"),
     "pickled": (
         lambda part: weights_of(part).rename(part / "diffusion_pytorch_model.bin"),
@@ -272,11 +266,11 @@ def test_stored_buffers_are_cast_like_weights_and_what_a_class_keeps_in_float32(
     layer.register_buffer("made", torch.ones(2), persistent=False)
     other.running_mean = layer.running_mean
     model = torch.nn.ModuleDict({"layer": layer, "other": other, "wo": torch.nn.Linear(2, 2).bfloat16()})
-    model._keep_in_fp32_modules = ["wo"]
+    model._keep_in_fp32_modules = ["wo.weight", "bias"]
     _cast_weights(model, torch.float16)
     assert (layer.running_mean.dtype, layer.made.dtype) == (torch.float16, torch.float32)
     assert other.running_mean is layer.running_mean
-    assert model["wo"].weight.dtype == torch.float32 and model["wo"].weight.requires_grad
+    assert {(x.dtype, x.requires_grad) for x in model["wo"].parameters()} == {(torch.float32, True)}
 
 
 @pytest.mark.parametrize(

@@ -51,6 +51,7 @@ CONFIGS = {
     "wan animate": {"num_attention_heads": 2, "attention_head_dim": 48},
     "bria": {"num_attention_heads": 6, "attention_head_dim": 16, "axes_dims_rope": (4, 4, 8)},
     "consisid": {"num_attention_heads": 6, "LFE_output_dim": 128},
+    "framepack": {**HEADS, "mlp_ratio": 9.0},
 }
 NAMES = ["flux", "qwen-image, masked", "wan, image context", "hunyuan", "ltx", "z-image", "mochi", "ovis", "flux2"]
 NAMES += ["qwen-image", "wan", "hunyuan, image by token replacement", "cogvideox, rotary", "wan vace", "wan animate"]
@@ -184,6 +185,7 @@ class Counted(nn.Module):
         ({}, {"linears": {"attn": "colwise"}}, r"'attn': 'colwise'.*Linear\('colwise'\)"),
         ({}, {"norms": ("feed",)}, r"feed of this Counted is a Linear .*RMS norms"),
         ({}, {"linears": {"attn": Linear("colwise", (1, 1, 1))}}, r"^attn of this Counted has 8 channels"),
+        ({"heads": 16}, {"linears": {"attn": Linear("colwise", parts_from="heads")}}, r"^attn .* has 8 channels"),
     ],
 )
 def test_plan_that_does_not_divide_a_model_is_refused(options, changes, message):
