@@ -98,7 +98,9 @@ def _add_blocks(
     guesses: Iterable[StackGuess] = ()
     if answer is not None:
         question = "CachedBlocks: the answer is not exact, correct it."
-        guesses = [StackGuess(answer, inputs)]
+        # A call with one of the uncached arguments skips no block, which would look like a wrong answer.
+        cached = {name: value for name, value in inputs.items() if name not in answer.uncached}
+        guesses = [StackGuess(answer, cached)]
     elif region is not None:
         guesses = guess_stacks(check.module, region, inputs, check.tolerance)
     problem = ""
