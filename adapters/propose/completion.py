@@ -24,7 +24,7 @@ def complete_proposal(
     proposal: Proposal, check: PlanCheck, answers: Answers, region: ObservedRegion | None
 ) -> Proposal:
     """Return ``proposal`` with its block stack; with ``batched`` and ``common`` in its plan if ``answers``
-    have the number of samples; and with questions about what is missing.
+    have the number of samples, and not ``batched`` itself; and with questions about what is missing.
 
     Args:
         proposal: A proposal with an exact plan.
@@ -43,7 +43,8 @@ def complete_proposal(
     declined = {name for name, answer in answers.items() if answer is None}
     if "CachedBlocks" not in declined:
         proposal = _add_blocks(proposal, check, answers.get("CachedBlocks"), region)
-    if "samples" in declined:
+    # The dims of samples in a plan are answers, which no guess replaces.
+    if "samples" in declined or plan.batched:
         return proposal
     if "samples" in answers:
         return _add_samples(proposal, plan, check, answers["samples"])
@@ -98,7 +99,9 @@ def _add_blocks(
     guesses: Iterable[StackGuess] = ()
     if answer is not None:
         question = "CachedBlocks: the answer is not exact, correct it."
-        guesses = [StackGuess(answer, inputs)]
+        # A call with one of the uncached arguments skips no block, which would look like a wrong answer.
+        cached = {name: value for name, value in inputs.items() if name not in answer.uncached}
+        guesses = [StackGuess(answer, cached)]
     elif region is not None:
         guesses = guess_stacks(check.module, region, inputs, check.tolerance)
     problem = ""

@@ -71,7 +71,7 @@ def propose_plan(
               :class:`Plan`; ``"plan"``: a whole plan.
             - ``"CachedBlocks"``: the block stack.
             - ``"samples"``: number of samples in the examples, if one call of the model computes all CFG
-              branches.
+              branches. It is not needed with ``"batched"``, which names their dims and is not checked.
 
     Returns:
         The :class:`Proposal`. If no guess was exact, its ``plan`` is None and its ``questions`` say what is

@@ -38,10 +38,11 @@ def with_samples(
     """Return ``plan`` with ``batched`` and ``common``, for a model that computes all CFG branches in one
     call.
 
-    The first dim of length ``samples`` of an argument counts as its sample dim. The order of ``batched`` is that
-    of ``inputs``: a plan reads the number of samples from its first entry. The samples are computed one by one
-    only with ``inputs``, so a wrong dim that gives the same result with these is not noticed. ``tolerance`` is the
-    relative error below which results count as equal: kernels round a batch and a single sample differently.
+    The first dim of length ``samples`` of an argument counts as its sample dim, unless ``common`` or ``unshared``
+    of ``plan`` name it: these are answers of the user, and stay. The order of ``batched`` is that of ``inputs``: a
+    plan reads the number of samples from its first entry. The samples are computed one by one only with ``inputs``,
+    so a wrong dim that gives the same result with these is not noticed. ``tolerance`` is the relative error below
+    which results count as equal: kernels round a batch and a single sample differently.
 
     Raises:
         InseparableSamplesError: The samples one by one fail, or do not give the same result as in the batch; no
@@ -51,7 +52,9 @@ def with_samples(
         raise InseparableSamplesError(
             f"the number of samples is {samples}; expected at least 2, so that they can be split."
         )
-    batched = _sample_dims(inputs, samples)
+    declared = (*plan.common, *plan.unshared)
+    undeclared = {name: value for name, value in inputs.items() if name not in declared}
+    batched = _sample_dims(undeclared, samples)
     if not batched:
         raise InseparableSamplesError(
             f"no argument has a dim of {samples}, the same one in all its tensors; expected the number of samples in "
@@ -73,8 +76,8 @@ def with_samples(
         raise InseparableSamplesError(
             f"one sample of {samples} at a time gives another result than all at once (error {error:.1e})."
         )
-    common = tuple(name for name, value in inputs.items() if name not in batched and tensors_in(value))
-    return replace(plan, batched=batched, common=common)
+    others = [name for name, value in undeclared.items() if name not in batched and tensors_in(value)]
+    return replace(plan, batched=batched, common=(*plan.common, *others))
 
 
 def _sample_dims(inputs: Mapping[str, Any], samples: int) -> dict[str, int]:

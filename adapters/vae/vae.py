@@ -1,8 +1,8 @@
 """Run autoencoders of diffusers on several ranks: each rank computes rows of the image, or some of its tiles.
 
 The two public functions: they check and choose ranks. ``run.py`` (``VaeRun``) runs the calls, ``families.py``
-says what each class of autoencoders needs. ``adapters/vae/pipeline.py`` uses the same parts for
-``parallelize_pipe(vae=True)``. ``tests/spatial/test_vaes.py`` shows mistakes.
+says what each class of autoencoders needs. ``adapters/vae/pipeline.py`` calls both for
+``parallelize_pipe(vae=True)``. Tests: tests/spatial/test_vaes.py.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def parallelize_vae(
         ``vae`` itself.
 
     Raises:
-        TypeError: If the class is not supported.
+        TypeError: If the class is not supported, or ``same_bits`` is no bool.
         ValueError: If ``method`` or ``gather`` is unknown, ``method`` is ``"tiled"`` and the tiles of the
             class cannot be distributed, or the first rank alone runs the autoencoder. If ``same_bits`` is
             True, and the class computes rows in its own way.
@@ -99,6 +99,8 @@ def parallelize_vae(
                 f"method={method!r}, gather={gather!r}; expected method='exact' or 'tiled', and gather='all' or "
                 "'first'."
             )
+        if not isinstance(same_bits, bool):
+            raise TypeError(f"same_bits is {same_bits!r}; expected True or False.")
         check_pipeline_or_model("model", vae, "parallelize_pipe(pipe, vae=True) takes a pipeline.")
         require_parallel_vae(module, method, same_bits=same_bits)
         make_mode: ImageModes = SpatialShardMode

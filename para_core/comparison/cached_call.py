@@ -52,7 +52,9 @@ def error_of_cached_call(
             raise CachedCallError(
                 f"a call that skips blocks fails ({type(failure).__name__}: {failure})"
             ) from failure
-    if not skipped or not error < tolerance:
+    if not skipped:
+        raise CachedCallError("the second of two equal calls skips no block")
+    if not error < tolerance:
         raise CachedCallError("a call that skips blocks is not exact")
     return error
 

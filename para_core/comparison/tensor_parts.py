@@ -1,7 +1,8 @@
 """Compare the parts of a tensor on several ranks with the full tensor, and find out which part each rank
 holds.
 
-The tolerances with which errors are compared are in :mod:`.tolerances`. Tests: tests/verify/test_check_parallel.py.
+``check_parallel`` and ``propose_plan`` compare parts and outputs with it, ``verify=True`` outputs, and
+:mod:`.difference` digests. The tolerances are in :mod:`.tolerances`. Tests: tests/verify/test_check_parallel.py.
 """
 
 from __future__ import annotations

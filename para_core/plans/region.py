@@ -100,7 +100,7 @@ class Region:
     written_for: type | None = None
 
     def __post_init__(self, module: nn.Module) -> None:
-        # -- Settings, which use() and assume_agreed() change between calls.
+        # -- Settings, which use(), all_samples() and assume_agreed() change between calls.
         self.attn_func = without_interception(self.attn_func)
         if self.batch is not None and (self.batch.size == 1 or not self.plan.batched):
             self.batch = None
@@ -437,6 +437,15 @@ class Region:
         finally:
             for part, attribute, heads in before:
                 setattr(part, attribute, heads)
+
+    @contextmanager
+    def all_samples(self) -> Iterator[None]:
+        """Compute all samples on each rank inside the ``with`` block, so that ranks along batch exchange none."""
+        before, self.batch = self.batch, None
+        try:
+            yield
+        finally:
+            self.batch = before
 
 
 PLANNED_CALLS.add(Region.run.__code__)

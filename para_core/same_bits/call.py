@@ -111,6 +111,8 @@ class SameBitsCalls:
         # The findings of each call with which ranks have the bits of one process, by what it was checked for.
         self._checked: dict[tuple[Any, ...], Found] = {}
         self._functions: _ModelFunctions | None = None
+        # Those of the current call: _run sets both, and _run_part, which runs inside of it, reads them. A check
+        # fills the same Found.
         self._check: RowCheck | None = None
         self._found = Found()
 

@@ -32,9 +32,10 @@ def group_norm_of_rows(
 ) -> Tensor:
     """Return this rank's rows of ``F.group_norm``, with the bits of one process. Collective: two all-to-alls.
 
-    Of ``x`` with ``n`` bytes on a rank, each rank sends ``n · (ranks − 1) / ranks`` bytes in each, where
-    statistics of the default norm have a few bytes per group. Groups need not divide by the ranks: some ranks
-    get one more, and with more ranks than groups some get none.
+    Of ``x`` with ``n`` bytes on a rank, each rank sends ``n · (ranks − 1) / ranks`` bytes in each; the default
+    norm sends statistics of a few bytes per group. ``groups`` must divide the channels, and rows must lie behind
+    them (``rows.dim`` > 1): the caller checks both. Groups need not divide by the ranks: some ranks get one more,
+    and with more ranks than groups some get none.
 
     Bits are those of one process with the same number of threads: with channels last, a CPU adds up the rows of
     a large image per thread.

@@ -101,9 +101,11 @@ class SpatialShardMode(TorchFunctionMode):
             `Tensor`: This rank's rows, a copy with their tag. On one rank ``x`` itself, of any number of rows.
 
         Raises:
-            ValueError: If the sizes do not fit the number of rows or ranks, a rank would get less than two
-                units, or one before the last no multiple of ``unit``.
+            ValueError: If ``dim`` is out of range, the sizes do not fit the number of rows or ranks, a rank would
+                get less than two units, or one before the last no multiple of ``unit``.
         """
+        if not -x.ndim <= dim < x.ndim:
+            raise ValueError(f"dim={dim} is out of range for a tensor of shape {list(x.shape)}.")
         if self.ranks.size == 1:
             return x
         dim = dim % x.ndim

@@ -22,7 +22,7 @@ from para_core.comparison.call_record import CallRecord, record_call
 from para_core.comparison.difference import Difference, compare_records
 from para_core.comparison.model_inputs import ModelInputs
 from para_core.comparison.tensor_parts import largest_error, tensors_in
-from para_core.comparison.tolerances import tolerance_of
+from para_core.comparison.tolerances import compute_dtype, tolerance_of
 from para_core.comparison.virtual_ranks import device_of
 from para_core.dataclass_fields import leaf_kinds
 from para_core.distributed.agree import exchange
@@ -72,8 +72,8 @@ class Verification:
     in the next collective until its timeout.
 
     A compared call costs one more call of the model, on every rank, and three if it finds a difference. Other
-    calls cost a lookup. All ranks decide from equal arguments whether to compare, because they exchange what
-    they find.
+    calls cost a lookup. The ranks that share tokens decide from equal arguments whether to compare, because they
+    exchange what they find. Without such ranks, on a mesh along ``batch`` only, nothing is compared.
     """
 
     def __init__(self) -> None:
@@ -97,6 +97,7 @@ class Verification:
             )
         module = uncompiled(called)
         region = region_of(module)
+        # Only tokens are compared: ranks along batch may make calls of their own, of another branch of guidance.
         if region is None or region.mesh.ranks == 1:
             return call(called, *args, **kwargs)
         # The call itself would notice new code too late.
@@ -179,12 +180,18 @@ def _compare_with_unmodified(module: nn.Module, inputs: ModelInputs, output: Any
 
 
 def _tolerance_for(module: nn.Module, outputs: Sequence[Tensor]) -> float:
-    """Return the tolerance for the dtype of ``outputs``, or for that of autocast if it is larger."""
-    tolerance = tolerance_of(next((x.dtype for x in outputs if x.is_floating_point()), torch.float32))
-    device_type = device_of(module).type
-    if torch.is_autocast_enabled(device_type):
-        return max(tolerance, tolerance_of(torch.get_autocast_dtype(device_type)))
-    return tolerance
+    """Return the largest of the tolerances for the dtypes of ``outputs``, of most weights, and of autocast.
+
+    Outputs alone do not tell: a model in bfloat16 may return float32. Nor do the weights: those that are
+    offloaded are on another device than the one for which autocast is enabled.
+    """
+    dtypes = [compute_dtype(module)]
+    for x in outputs:
+        if x.is_floating_point():
+            dtypes.append(x.dtype)
+        if torch.is_autocast_enabled(x.device.type):
+            dtypes.append(torch.get_autocast_dtype(x.device.type))
+    return max(map(tolerance_of, dtypes))
 
 
 def _call_unmodified(module: nn.Module, inputs: ModelInputs, record: CallRecord | None = None) -> Any:
@@ -227,6 +234,8 @@ def _call_with_slots(module: nn.Module, inputs: ModelInputs, keep: Collection[Sl
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         if region is not None:
             stack.enter_context(region.all_heads())
+            # A record is compared by the parts of one dim, which is that of tokens.
+            stack.enter_context(region.all_samples())
         stack.enter_context(empty_during(instances_in(module), keep))
         return module(*arguments.args, **arguments.kwargs)
 

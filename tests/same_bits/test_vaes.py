@@ -39,7 +39,7 @@ def test_vae_has_the_bytes_of_one_process(rank_pool, ranks, name, dtype):
 
 
 def functions_of_rows():
-    """Return which functions have the bytes of one process, for 13 rows on the ranks."""
+    """Return which functions have the bytes of one process, for 13 rows on the ranks. Others, and graphs, raise."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(2, 12, 13, 5, generator=generator)
     weight = torch.randn(12, 12, 3, 3, generator=generator)
@@ -70,6 +70,9 @@ def functions_of_rows():
         equal[name] = have_equal_bytes(mode.gather(out), function(image))
     with pytest.raises(RuntimeError, match=r"^square .*complex numbers"), SameBitsRows(ranks, PlacedRows()):
         torch.complex(part, part).square()
+    vae = parallelize_vae(TINY_VAES["Tiny"].make(), same_bits=True)
+    with pytest.raises(Exception, match="same_bits=True runs an eager VAE"):
+        torch.compile(vae.decode, backend="eager")(random_image(TINY_VAES["Tiny"].latents))
     return equal
 
 
@@ -93,17 +96,6 @@ def pipe_with_vae():
 def test_pipeline_with_its_vae_has_the_bytes_of_one_process(rank_pool):
     # Without the option the bytes are others, or the test would show nothing.
     assert rank_pool.run(pipe_with_vae, 2) == [[True, False]] * 2
-
-
-def compiled():
-    tiny = TINY_VAES["Tiny"]
-    vae = parallelize_vae(tiny.make(), same_bits=True)
-    with pytest.raises(Exception, match="same_bits=True runs an eager VAE"):
-        torch.compile(vae.decode, backend="eager")(random_image(tiny.latents))
-
-
-def test_compiled_vae_is_refused(rank_pool):
-    rank_pool.run(compiled, 2)
 
 
 def test_decoder_with_rows_of_its_own_is_refused():

@@ -332,6 +332,7 @@ def call_differently(rows):
 ERRORS = [
     (ask_for_a_gradient, RuntimeError, r"torch\.no_grad\(\)"),
     (lambda rows: rows.shard(torch.zeros(1, 3, 3, 5)), ValueError, r"\[2, 1\] .*3 rows .*2 ranks"),
+    (lambda rows: rows.shard(torch.zeros(4, 3, 8, 5), 4), ValueError, "dim=4 is out of range"),
     # The second token is on rank 0.
     (lambda rows: attend_over_frames(rows.shard(make_inputs(-1)["clip"], -1), 1), MixesRows, "^scaled_dot_product_at"),
     (call_differently, ValueError, "function: rank 0 .*cos.* rank 1 "),

@@ -340,6 +340,8 @@ def test_refused_autoencoders_and_words_are_errors_that_name_them():
         parallelize_vae(nn.Linear(1, 1))
     with pytest.raises(ValueError, match=r"method='fast', gather='all'; .*'exact' .*'tiled'"):
         parallelize_vae(TINY_VAES["KL"].make(), method="fast")
+    with pytest.raises(TypeError, match="same_bits is 'no'"):
+        parallelize_vae(TINY_VAES["KL"].make(), same_bits="no")
     with pytest.raises(ValueError, match="AutoencoderTiny "):
         parallelize_vae(TINY_VAES["Tiny"].make(), method="tiled")
     for name, reason in REFUSED_VAES.items():

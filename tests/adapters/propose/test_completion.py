@@ -1,5 +1,7 @@
 """A proposal is completed: samples are split only if they give the same result one by one, up to rounding."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -26,7 +28,8 @@ CHECK = PlanCheck(RoundsByBatch(1, 1), [INPUTS])
 
 
 def test_samples_that_differ_by_rounding_do_not_depend_on_each_other():
-    assert with_samples(CHECK.module, PLAN, INPUTS, 2, tolerance=5e-2).batched == {"hidden_states": 0}
+    plan = with_samples(CHECK.module, replace(PLAN, common=("table",)), INPUTS, 2, tolerance=5e-2)
+    assert (plan.batched, plan.common) == ({"hidden_states": 0}, ("table",))
     with pytest.raises(InseparableSamplesError):
         with_samples(CHECK.module, PLAN, INPUTS, 2, tolerance=1e-5)
     with pytest.raises(InseparableSamplesError, match="zero-dimensional"):
@@ -37,6 +40,11 @@ def test_samples_that_differ_by_rounding_do_not_depend_on_each_other():
 
 def test_text_without_tokens_is_checked_on_ranks_that_divide_the_image_unevenly():
     assert list(CHECK._meshes(0, [(4,), (0,)])) == [(1, 3), (3, 1)]
+
+
+def test_answered_dims_of_samples_stay():
+    plan, answers = replace(PLAN, batched={"hidden_states": 1}), {"samples": 2, "CachedBlocks": None}
+    assert completion.complete_proposal(Proposal("a", plan, error=0.0), CHECK, answers, None).plan is plan
 
 
 @pytest.mark.parametrize(("samples", "problem"), [(1, "the number of samples is 1;"), (5, "no argument has a dim of")])

@@ -229,6 +229,8 @@ def test_arguments_between_blocks_and_that_leave_out_blocks_are_named(more):
     assert proposal.blocks.uncached == tuple(more)
     assert re.search(r"residuals: .*blocks of layers", str(proposal))
     assert ("left_out: " in str(proposal)) == bool(more)
+    answers = {"plan": proposal.plan, "CachedBlocks": proposal.blocks}
+    assert propose_plan(fill(painter(), seed=1), examples, answers=answers).blocks == proposal.blocks
 
 
 def test_argument_with_which_no_cached_call_is_exact_is_named():
