@@ -28,6 +28,10 @@ class Split:
     equal names have equal lengths, and attention is not intercepted. The plans of diffusers have such rules
     for position ids.
 
+    At most one of ``after``, ``then_replicated``, ``after_replicated``, ``runs``, ``only`` and ``together`` may
+    be given, because each says what else ``dim`` holds or leaves out. ``per=None`` excludes all of them, and
+    ``together`` excludes ``per``.
+
     Args:
         dim (`int`): The dim to split.
         segment (`str`, *optional*): Name of the segment whose tokens the tensor holds. Attention is
@@ -61,8 +65,8 @@ class Split:
             frame. Only with ``segment``.
 
     Raises:
-        ValueError: ``segment`` and ``like`` are both given, a field lacks the one that it needs, or ``per`` is
-            less than 1.
+        ValueError: ``segment`` and ``like`` are both given, a field lacks the one that it needs or excludes
+            another, ``per`` is less than 1, or ``only`` has another value.
     """
 
     dim: int
@@ -93,10 +97,25 @@ class Split:
                 f"{self}: after and after_replicated need the tokens that follow; expected the name of their segment, "
                 "as segment if the tensor holds them, or as like if it accompanies them."
             )
+        if self.only not in (None, "first", "last"):
+            raise ValueError(f"{self}: expected only to be 'first' or 'last'.")
         if self.per is not None and self.per < 1:
             raise ValueError(f"{self}: expected per to be at least 1, or None.")
         if self.together and self.segment is None:
             raise ValueError(f"{self}: together needs segment, the name of the segment of all these dims.")
+        # Of two such fields one would be ignored, or would take the tokens to be at other entries.
+        num_others = sum([self.then_replicated, self.after_replicated, self.runs])
+        num_others += sum([self.after is not None, self.only is not None, bool(self.together)])
+        if num_others > 1:
+            raise ValueError(
+                f"{self}: expected at most one of after, then_replicated, after_replicated, runs, only and together, "
+                "because each says what else dim holds."
+            )
+        if num_others == 1 and (self.per is None or (self.together and self.per != 1)):
+            raise ValueError(
+                f"{self}: per=None needs a dim with nothing but tokens, and together needs per=1. Say per as a number, "
+                "or split the output of a module that holds the tokens alone."
+            )
 
     @cached_property
     def is_plain(self) -> bool:
@@ -169,6 +188,10 @@ class Gather:
         field (`str`, *optional*): If the output is a dataclass or named tuple, the field that holds the
             tokens, or its path, such as ``"video.x"``. Without it, the fields count as the entries of a
             tuple.
+
+    Raises:
+        ValueError: More than one of ``per``, ``after_replicated`` and ``then_replicated`` is given: the numbers of
+            tokens and of other entries would be unknown.
     """
 
     dim: int
@@ -177,6 +200,13 @@ class Gather:
     after_replicated: bool = False
     then_replicated: bool = False
     field: str = ""
+
+    def __post_init__(self) -> None:
+        if sum([self.per != 1, self.after_replicated, self.then_replicated]) > 1:
+            raise ValueError(
+                f"{self}: expected at most one of per, after_replicated and then_replicated. Gather the output of a "
+                "module that holds the tokens alone."
+            )
 
 
 @dataclass(frozen=True)
