@@ -17,6 +17,16 @@ from functools import cached_property
 from typing import Any, Literal
 
 
+def _require_tuple(field: str, names: object) -> None:
+    """Raise ``TypeError`` if ``names``, the value of ``field``, is no tuple.
+
+    The letters of a single name would count as segments that no rule shards, so that each rank would attend to its
+    own tokens only, in silence.
+    """
+    if not isinstance(names, tuple):
+        raise TypeError(f"{field} is {names!r}; expected a tuple of names, such as {field}=('image',).")
+
+
 @dataclass(frozen=True)
 class Split:
     """A rule that shards a tensor, or each tensor of a tuple, list or dict, along ``dim``.
@@ -238,10 +248,18 @@ class SplitMask:
         queries (`tuple[str, ...]`): The segments of the queries, in order. A segment that was not sharded
             before is replicated.
         keys (`tuple[str, ...]`, *optional*): The segments of the keys. Defaults to ``queries``.
+
+    Raises:
+        TypeError: ``queries`` or ``keys`` is no tuple.
     """
 
     queries: tuple[str, ...]
     keys: tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        _require_tuple("queries", self.queries)
+        if self.keys is not None:
+            _require_tuple("keys", self.keys)
 
 
 # Includes Gather, which is usually the rule of an output, because a module that needs all tokens has it for
@@ -267,11 +285,19 @@ class Attention:
             an entry says whether two tokens of this rank are both valid, so the diagonal is used as the key
             mask; the first eager call compares the other entries. By default the form follows from the size of the
             mask.
+
+    Raises:
+        TypeError: ``queries`` or ``keys`` is no tuple.
     """
 
     queries: tuple[str, ...]
     keys: tuple[str, ...] | None = None
     mask: Literal["keys", "pairs"] | None = None
+
+    def __post_init__(self) -> None:
+        _require_tuple("queries", self.queries)
+        if self.keys is not None:
+            _require_tuple("keys", self.keys)
 
 
 @dataclass(frozen=True)
@@ -336,6 +362,7 @@ class AttentionByHeads:
             then raises.
 
     Raises:
+        TypeError: ``projections`` is no tuple.
         ValueError: ``parts`` has not one number, at least 1, for each projection.
     """
 
@@ -347,6 +374,7 @@ class AttentionByHeads:
     parts: int | tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
+        _require_tuple("projections", self.projections)
         of_projections = self.parts_of_projections
         if len(of_projections) != len(self.projections) or any(
             parts is not None and parts < 1 for parts in of_projections
@@ -424,6 +452,9 @@ class Plan:
             samples, so they are not split along ``batch``.
         unshared (`tuple[str, ...]`, *optional*): Parameters that cannot be split by samples. If one of them
             is given, all ranks compute all samples.
+
+    Raises:
+        TypeError: ``joint_order`` is no tuple, or a value of ``attention`` is none of its kinds.
     """
 
     inputs: Mapping[str, ShardRule]
@@ -436,6 +467,15 @@ class Plan:
     batched: Mapping[str, int | None] = field(default_factory=dict)
     common: tuple[str, ...] = ()
     unshared: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        _require_tuple("joint_order", self.joint_order)
+        for name, rule in self.attention.items():
+            if not isinstance(rule, (tuple, OneForEach, LinearAttention, AttentionByHeads)):
+                raise TypeError(
+                    f"attention[{name!r}] is {rule!r}; expected a tuple with an Attention for each call, or "
+                    "a OneForEach, LinearAttention or AttentionByHeads."
+                )
 
     @property
     def shard_rules(self) -> list[ShardRule]:

@@ -171,10 +171,9 @@ NOT_WHOLE = [Split(1, "a", per=2), Split(1, "a", after="b"), Split(1, "a", after
 TO_ITSELF, ONE, CAUSAL = (Attention(("tokens",)),), torch.zeros(1, 1), torch.ones(4, 4).tril().bool()
 ATTENDING_Q = replace(HEADS, attention={"0": BY_HEADS, "0.q": TO_ITSELF})
 PAIR, LIKE, FRAMES = (noise(5), None), Split(0, like="video"), Split(0, "video", together=(1,))
-WRONG_FIELDS = [{"segment": "a", "like": "b"}, {"after": "a"}, {"after_replicated": True}, {"segment": "a", "per": 0}]
-WRONG_FIELDS += [{"like": "a", "runs": True, **x} for x in ({"only": "last"}, {"then_replicated": True}, {"per": None})]
-WRONG_FIELDS += [{"segment": "a", "together": (2,), **x} for x in ({"per": 2}, {"after": "b"})]
-WRONG_FIELDS += [{"like": "a", "after_replicated": True, "only": "last"}, {"like": "a", "only": "middle"}]
+WRONG_FIELDS = [{"segment": "a", "like": "b"}, {"after": "a"}, {"like": "a", "per": 0}, {"like": "a", "only": "middle"}]
+WRONG_FIELDS += [{"like": "", "only": "last", x: 1} for x in ("runs", "after", "after_replicated", "then_replicated")]
+WRONG_FIELDS += [{"like": "a", "runs": True, "per": None}, {"segment": "a", "together": (2,), "per": 2}]
 # For tensors that accompany 7 tokens: the number of entries, the fields of the rule, and the words of the message.
 MISFITS = [(3, {}, "3 tokens .* 7,"), (7, {"dim": 1}, "dim 1"), (8, {"only": "last"}, "7"), (3, {"per": 2}, "of 2")]
 MISFITS += [(8, {"per": None}, "of 7"), (8, {"runs": True}, "of 7"), (6, {"then_replicated": True}, "7")]
@@ -208,6 +207,8 @@ REFUSED = [
     *[(lambda fields=fields: Split(1, **fields), (), ValueError, r"^Split\(dim=1, ") for fields in WRONG_FIELDS],
     (Gather, (1, "a", None, True), ValueError, r"^Gather\(dim=1, "),
     (Entries, ((None, Split(1, "a")),), ValueError, "expected like='a'"),
+    *[(kind, ("abc", "abc", "abc"), TypeError, "'abc'.* tuple") for kind in (Attention, AttentionByHeads, Plan)],
+    (Plan, ({}, {}, (), {}, {"attn": Attention(("a",))}), TypeError, r"\['attn'\] is Attention"),
     (by_rows, (lambda x: F.scaled_dot_product_attention(x, x, x),), RuntimeError, SUMS),
     (by_rows, (lambda x: torch.ops.aten.scaled_dot_product_attention(x, x, x),), RuntimeError, SUMS),
     (by_rows, (lambda x: x,), RuntimeError, r"\[\('sum', 0\), \('matmul', 1\)\]"),
