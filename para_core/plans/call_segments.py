@@ -1,7 +1,8 @@
 """The segments of one call of a model with a plan: which tokens of each a rank holds, and how many.
 
 This is the base class of :mod:`.split_rules` and :mod:`.gathered_outputs`. It reads no rules except the sizes
-of a :class:`~para_core.plans.plan.Split` with ``together``. Tests: tests/plans/test_exactness.py.
+of a :class:`~para_core.plans.plan.Split` with ``together``. Tests: tests/plans/test_exactness.py, and
+tests/plans/test_plan.py for lengths that do not fit.
 """
 
 from __future__ import annotations

@@ -471,7 +471,8 @@ class Plan:
     def __post_init__(self) -> None:
         _require_tuple("joint_order", self.joint_order)
         for name, rule in self.attention.items():
-            if not isinstance(rule, (tuple, OneForEach, LinearAttention, AttentionByHeads)):
+            of_calls = isinstance(rule, tuple) and all(isinstance(call, Attention) for call in rule)
+            if not (of_calls or isinstance(rule, (OneForEach, LinearAttention, AttentionByHeads))):
                 raise TypeError(
                     f"attention[{name!r}] is {rule!r}; expected a tuple with an Attention for each call, or "
                     "a OneForEach, LinearAttention or AttentionByHeads."

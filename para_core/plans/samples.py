@@ -2,7 +2,7 @@
 
 :mod:`.region` does this around the rules for tokens: samples are taken before tokens are split, and gathered
 after the tokens. ``adapters/vae/unet.py`` shards the samples of a UNet with :func:`select_samples`. Tests:
-tests/adapters/test_samples.py.
+tests/adapters/test_samples.py, and tests/plans/test_plan.py for outputs that are not one for each sample.
 """
 
 from __future__ import annotations

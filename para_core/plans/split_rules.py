@@ -1,8 +1,8 @@
 """Apply the rule :class:`~para_core.plans.plan.Split` to a tensor: return this rank's part of its tokens.
 
 The other rules are in :mod:`.apply_rules`, whose ``RuleExecutor`` derives from this. Splitting needs no
-communication. Tests: tests/plans/test_exactness.py, and tests/adapters/propose/test_structures.py for rare
-fields of a rule.
+communication. Tests: tests/plans/test_exactness.py, tests/adapters/propose/test_structures.py for rare fields
+of a rule, and the table ``REFUSED`` of tests/plans/test_plan.py for tensors that do not fit.
 """
 
 from __future__ import annotations

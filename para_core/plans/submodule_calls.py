@@ -3,7 +3,7 @@ exchange its heads, add up sums of linear attention, exchange halo rows, gather 
 
 :mod:`.region` puts these functions around the submodules, and does the same for the model itself. The
 exchanges are in :mod:`.exchange`. Outside of a call of the region each function runs its module unchanged.
-Tests: tests/plans/test_exactness.py.
+Tests: tests/plans/test_exactness.py, tests/plans/test_attention_check.py.
 """
 
 from __future__ import annotations

@@ -208,7 +208,7 @@ REFUSED = [
     (Gather, (1, "a", None, True), ValueError, r"^Gather\(dim=1, "),
     (Entries, ((None, Split(1, "a")),), ValueError, "expected like='a'"),
     *[(kind, ("abc", "abc", "abc"), TypeError, "'abc'.* tuple") for kind in (Attention, AttentionByHeads, Plan)],
-    (Plan, ({}, {}, (), {}, {"attn": Attention(("a",))}), TypeError, r"\['attn'\] is Attention"),
+    *[(Plan, ({}, {}, (), {}, {"x": to}), TypeError, r"\['x'\] is ") for to in (TO_ITSELF[0], ("tokens",))],
     (by_rows, (lambda x: F.scaled_dot_product_attention(x, x, x),), RuntimeError, SUMS),
     (by_rows, (lambda x: torch.ops.aten.scaled_dot_product_attention(x, x, x),), RuntimeError, SUMS),
     (by_rows, (lambda x: x,), RuntimeError, r"\[\('sum', 0\), \('matmul', 1\)\]"),
