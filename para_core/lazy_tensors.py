@@ -134,7 +134,20 @@ class LazyTensor(Tensor):
         source.live.add(lazy)
         return lazy
 
-    # The methods below read data without the dispatcher, so __torch_dispatch__ does not intercept them.
+    # The methods below read data without the dispatcher, so __torch_dispatch__ does not intercept them. A lazy
+    # tensor itself has no memory: its own data_ptr() is 0, and whoever reads DLPack from it reads from there.
+
+    def data_ptr(self) -> int:
+        return self.source.value().data_ptr()
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        return self.source.value().untyped_storage()
+
+    def __dlpack__(self, **options: Any) -> Any:
+        return self.source.value().__dlpack__(**options)
+
+    def __format__(self, format_spec: str) -> str:
+        return format(self.source.value(), format_spec)
 
     def numpy(self, *args: Any, **kwargs: Any) -> Any:
         return self.source.value().numpy(*args, **kwargs)

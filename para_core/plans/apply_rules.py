@@ -139,6 +139,10 @@ class RuleExecutor(SplitRules, GatheredOutputs):
         if isinstance(rule, Gather):
             return self._gather(value, rule)
         if isinstance(rule, Replicate):
+            if not -value.ndim <= rule.dim < value.ndim:
+                raise ValueError(
+                    f"{name} has {value.ndim} dims {list(value.shape)}; the plan counts tokens along dim {rule.dim}."
+                )
             together = prod([value.shape[dim] for dim in rule.together])
             total = value.shape[rule.dim] * together
             self._note(Segment(rule.segment, total, replicated=True, together=together), rule.dim, name)
@@ -217,12 +221,14 @@ class RuleExecutor(SplitRules, GatheredOutputs):
         return lengths.clamp(max=self.segment(rule.segment).size(self.mesh.rank, self.mesh.ranks))
 
     def apply_to_outputs(self, output: Any, rules: Mapping[int | str, ShardRule], module_name: str) -> Any:
-        """Return a module's output, a tensor, tuple or dataclass, with each rule of ``rules`` applied at its
+        """Return a module's output, a tensor, tuple, list or dataclass, with each rule of ``rules`` applied at its
         index, or at an index and the path of a field, such as ``"0.x"``. A tensor or dataclass has the index 0,
         as has a named tuple if there is a path. Collective if one of the rules is a :class:`Gather`.
 
         Raises:
-            TypeError, ValueError: The module returned fewer outputs, or one does not fit its rule.
+            TypeError: The module returned something else, such as a dict, or the kind of an output does not fit
+                its rule.
+            ValueError: The module returned fewer outputs, or the shape of one does not fit its rule.
         """
         for key, rule in rules.items():
             index, _, path = str(key).partition(".")
@@ -230,6 +236,11 @@ class RuleExecutor(SplitRules, GatheredOutputs):
             is_one = isinstance(output, Tensor) or (
                 has_fields(output) and (path or not isinstance(output, tuple))
             )
+            if not (is_one or isinstance(output, (tuple, list))):
+                raise TypeError(
+                    f"the plan has a rule for {name}, but {module_name} returned a {type(output).__name__}; expected a "
+                    "tensor, tuple, list or dataclass. Name a module inside it that returns the tensor."
+                )
             parts = [output] if is_one else list(output)
             if int(index) >= len(parts):
                 raise ValueError(
@@ -237,15 +248,8 @@ class RuleExecutor(SplitRules, GatheredOutputs):
                     "index below that."
                 )
             parts[int(index)] = self._apply_at(path, parts[int(index)], rule, name)
-            output = parts[0] if is_one else _rebuild_sequence(output, parts)
+            output = parts[0] if is_one else like_sequence(output, parts)
         return output
-
-
-def _rebuild_sequence(output: Any, parts: list[Any]) -> Any:
-    """Return ``parts`` as a named tuple like ``output`` if that is one, and as a tuple otherwise."""
-    if has_fields(output):
-        return like_sequence(output, parts)
-    return tuple(parts)
 
 
 def _holds_tensors(value: Any) -> bool:

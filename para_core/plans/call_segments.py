@@ -1,7 +1,8 @@
 """The segments of one call of a model with a plan: which tokens of each a rank holds, and how many.
 
 This is the base class of :mod:`.split_rules` and :mod:`.gathered_outputs`. It reads no rules except the sizes
-of a :class:`~para_core.plans.plan.Split` with ``together``. Tests: tests/plans/test_exactness.py.
+of a :class:`~para_core.plans.plan.Split` with ``together``. Tests: tests/plans/test_exactness.py, and
+tests/plans/test_plan.py for lengths that do not fit.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ class SegmentsOfCall:
 
     PipeFusion overrides :meth:`new_segment`, :meth:`fewest_on_a_rank`, :meth:`put_together` and
     :meth:`with_equal_bits` for a patch of the tokens (:mod:`para_core.weights.patch_hooks`), so the rules must
-    make segments and reach other ranks through these. Only a rule with ``together`` makes its segment
-    otherwise, and :func:`~para_core.weights.patch_plan.patch_plan` refuses it.
+    make the segments that may be sharded, and reach other ranks, through these. Only a rule with ``together``
+    makes its segment otherwise, and :func:`~para_core.weights.patch_plan.patch_plan` refuses it.
 
     :attr:`segments` holds, by name, the segments that the rules of the current call have sharded or
     replicated so far, to which later rules refer. The caller clears it after each call. ``coarse`` are the
@@ -79,8 +80,14 @@ class SegmentsOfCall:
         """Return the segment of a tensor in which the tokens of each entry of a dim, such as a frame, stay
         together.
 
-        A replicated segment has groups as well, by which later rules know a tensor with an entry for each.
+        A replicated segment has groups as well, by which later rules know a tensor with an entry for each. Raise
+        ``ValueError`` if ``value`` lacks one of the dims ``split.together``.
         """
+        if not all(-value.ndim <= dim < value.ndim for dim in split.together):
+            raise ValueError(
+                f"a tensor of {split.segment} has {value.ndim} dims {list(value.shape)}; the plan counts tokens along "
+                f"the dims {split.dim} and {split.together}."
+            )
         entries = value.shape[split.dim]
         tokens = prod([value.shape[dim] for dim in split.together])
         name = split.segment or ""

@@ -66,7 +66,7 @@ def apply_context_parallel(module: nn.Module, parallel_config: Any, plan: Plan |
         plan (`Plan` or `Mapping[str, Any]`): A plan, or a diffusers ``_cp_plan``.
 
     Raises:
-        TypeError: ``parallel_config`` is of another type.
+        TypeError: ``parallel_config`` or its mesh is of another type.
         ValueError: ``parallel_config`` contains tensor parallelism or an unknown ``rotate_method``, its
             degrees do not fit the ranks or its mesh, or the plan does not fit the module.
         RuntimeError: Several ranks are needed and no process group is initialised, or two ranks use the same
@@ -116,7 +116,8 @@ def _mesh_of_config(config: Any, module: nn.Module) -> SequenceMesh:
 
 def _read_mesh(mesh: DeviceMesh, config: Any) -> SequenceMesh:
     """Return the ring × ulysses ranks of ``mesh``. Raise ``ValueError`` if the degrees of ``config`` differ."""
-    names = mesh.mesh_dim_names or ()
+    # sequence_mesh() refuses what is no mesh.
+    names = getattr(mesh, "mesh_dim_names", None) or ()
     wanted = tuple(name for name in names if name in ("ring", "ulysses"))
     sub_mesh = mesh
     if len(wanted) == 2 and len(names) > 2:

@@ -17,6 +17,16 @@ from functools import cached_property
 from typing import Any, Literal
 
 
+def _require_tuple(field: str, names: object) -> None:
+    """Raise ``TypeError`` if ``names``, the value of ``field``, is no tuple.
+
+    The letters of a single name would count as segments that no rule shards, so that each rank would attend to its
+    own tokens only, in silence.
+    """
+    if not isinstance(names, tuple):
+        raise TypeError(f"{field} is {names!r}; expected a tuple of names, such as {field}=('image',).")
+
+
 @dataclass(frozen=True)
 class Split:
     """A rule that shards a tensor, or each tensor of a tuple, list or dict, along ``dim``.
@@ -27,6 +37,10 @@ class Split:
     With neither ``segment`` nor ``like``, the tensor counts as one with ``like`` and its own name: tensors of
     equal names have equal lengths, and attention is not intercepted. The plans of diffusers have such rules
     for position ids.
+
+    At most one of ``after``, ``then_replicated``, ``after_replicated``, ``runs``, ``only`` and ``together`` may
+    be given, because each says what else ``dim`` holds or leaves out. ``per=None`` excludes all of them, and
+    ``together`` excludes ``per``.
 
     Args:
         dim (`int`): The dim to split.
@@ -61,8 +75,8 @@ class Split:
             frame. Only with ``segment``.
 
     Raises:
-        ValueError: ``segment`` and ``like`` are both given, a field lacks the one that it needs, or ``per`` is
-            less than 1.
+        ValueError: ``segment`` and ``like`` are both given, a field lacks the one that it needs or excludes
+            another, ``per`` is less than 1, or ``only`` has another value.
     """
 
     dim: int
@@ -93,10 +107,25 @@ class Split:
                 f"{self}: after and after_replicated need the tokens that follow; expected the name of their segment, "
                 "as segment if the tensor holds them, or as like if it accompanies them."
             )
+        if self.only not in (None, "first", "last"):
+            raise ValueError(f"{self}: expected only to be 'first' or 'last'.")
         if self.per is not None and self.per < 1:
             raise ValueError(f"{self}: expected per to be at least 1, or None.")
         if self.together and self.segment is None:
             raise ValueError(f"{self}: together needs segment, the name of the segment of all these dims.")
+        # Of two such fields one would be ignored, or would take the tokens to be at other entries.
+        num_others = sum([self.then_replicated, self.after_replicated, self.runs])
+        num_others += sum([self.after is not None, self.only is not None, bool(self.together)])
+        if num_others > 1:
+            raise ValueError(
+                f"{self}: expected at most one of after, then_replicated, after_replicated, runs, only and together, "
+                "because each says what else dim holds."
+            )
+        if num_others == 1 and (self.per is None or (self.together and self.per != 1)):
+            raise ValueError(
+                f"{self}: per=None needs a dim with nothing but tokens, and together needs per=1. Say per as a number, "
+                "or split the output of a module that holds the tokens alone."
+            )
 
     @cached_property
     def is_plain(self) -> bool:
@@ -169,6 +198,10 @@ class Gather:
         field (`str`, *optional*): If the output is a dataclass or named tuple, the field that holds the
             tokens, or its path, such as ``"video.x"``. Without it, the fields count as the entries of a
             tuple.
+
+    Raises:
+        ValueError: More than one of ``per``, ``after_replicated`` and ``then_replicated`` is given: the numbers of
+            tokens and of other entries would be unknown.
     """
 
     dim: int
@@ -177,6 +210,13 @@ class Gather:
     after_replicated: bool = False
     then_replicated: bool = False
     field: str = ""
+
+    def __post_init__(self) -> None:
+        if sum([self.per != 1, self.after_replicated, self.then_replicated]) > 1:
+            raise ValueError(
+                f"{self}: expected at most one of per, after_replicated and then_replicated. Gather the output of a "
+                "module that holds the tokens alone."
+            )
 
 
 @dataclass(frozen=True)
@@ -208,10 +248,18 @@ class SplitMask:
         queries (`tuple[str, ...]`): The segments of the queries, in order. A segment that was not sharded
             before is replicated.
         keys (`tuple[str, ...]`, *optional*): The segments of the keys. Defaults to ``queries``.
+
+    Raises:
+        TypeError: ``queries`` or ``keys`` is no tuple.
     """
 
     queries: tuple[str, ...]
     keys: tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        _require_tuple("queries", self.queries)
+        if self.keys is not None:
+            _require_tuple("keys", self.keys)
 
 
 # Includes Gather, which is usually the rule of an output, because a module that needs all tokens has it for
@@ -237,11 +285,19 @@ class Attention:
             an entry says whether two tokens of this rank are both valid, so the diagonal is used as the key
             mask; the first eager call compares the other entries. By default the form follows from the size of the
             mask.
+
+    Raises:
+        TypeError: ``queries`` or ``keys`` is no tuple.
     """
 
     queries: tuple[str, ...]
     keys: tuple[str, ...] | None = None
     mask: Literal["keys", "pairs"] | None = None
+
+    def __post_init__(self) -> None:
+        _require_tuple("queries", self.queries)
+        if self.keys is not None:
+            _require_tuple("keys", self.keys)
 
 
 @dataclass(frozen=True)
@@ -306,6 +362,7 @@ class AttentionByHeads:
             then raises.
 
     Raises:
+        TypeError: ``projections`` is no tuple.
         ValueError: ``parts`` has not one number, at least 1, for each projection.
     """
 
@@ -317,6 +374,7 @@ class AttentionByHeads:
     parts: int | tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
+        _require_tuple("projections", self.projections)
         of_projections = self.parts_of_projections
         if len(of_projections) != len(self.projections) or any(
             parts is not None and parts < 1 for parts in of_projections
@@ -394,6 +452,9 @@ class Plan:
             samples, so they are not split along ``batch``.
         unshared (`tuple[str, ...]`, *optional*): Parameters that cannot be split by samples. If one of them
             is given, all ranks compute all samples.
+
+    Raises:
+        TypeError: ``joint_order`` is no tuple, or a value of ``attention`` is none of its kinds.
     """
 
     inputs: Mapping[str, ShardRule]
@@ -406,6 +467,16 @@ class Plan:
     batched: Mapping[str, int | None] = field(default_factory=dict)
     common: tuple[str, ...] = ()
     unshared: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        _require_tuple("joint_order", self.joint_order)
+        for name, rule in self.attention.items():
+            of_calls = isinstance(rule, tuple) and all(isinstance(call, Attention) for call in rule)
+            if not (of_calls or isinstance(rule, (OneForEach, LinearAttention, AttentionByHeads))):
+                raise TypeError(
+                    f"attention[{name!r}] is {rule!r}; expected a tuple with an Attention for each call, or "
+                    "a OneForEach, LinearAttention or AttentionByHeads."
+                )
 
     @property
     def shard_rules(self) -> list[ShardRule]:

@@ -35,8 +35,8 @@ from para_core.plans.exchange import PAST
 from para_core.plans.plan import Attention
 from para_core.torch_internals import top_saved_tensors_hooks
 
-# Maximum number of entries in each of the two caches of a PreparedAttention, `attentions` and `computed_by`. A
-# full cache is emptied.
+# Number of entries from which each of the two caches of a PreparedAttention, `attentions` and `computed_by`, is
+# emptied: the first before it gets another, the second only when segments are set, so that one call may add more.
 _MOST_KNOWN = 64
 
 # Segments that no call shards count as replicated. mesh.single_rank() needs such segments, in a layout of all

@@ -2,7 +2,7 @@
 
 :mod:`.region` does this around the rules for tokens: samples are taken before tokens are split, and gathered
 after the tokens. ``adapters/vae/unet.py`` shards the samples of a UNet with :func:`select_samples`. Tests:
-tests/adapters/test_samples.py.
+tests/adapters/test_samples.py, and tests/plans/test_plan.py for outputs that are not one for each sample.
 """
 
 from __future__ import annotations
@@ -156,13 +156,23 @@ def gather_samples(output: Any, samples: int, batch: MeshDim) -> Any:
     ``output`` is a tensor with samples along dim 0, a list with one tensor per sample, all of equal shapes,
     or a tuple, dict, dataclass or ``ModelOutput`` of these. Dicts, ``ModelOutput`` among them, are changed in
     place. Other values, such as None, are returned as they are.
+
+    Raises:
+        ValueError: A tensor or list has another number of samples.
     """
-    if isinstance(output, Tensor):
-        return all_gather(output, [samples] * batch.size, 0, batch)
-    if isinstance(output, list):
-        if not output:
-            return output
-        return list(all_gather(torch.stack(output), [samples] * batch.size, 0, batch).unbind())
+    part = output
+    if isinstance(output, list) and output:
+        part = torch.stack(output)
+    if isinstance(part, Tensor):
+        if part.ndim == 0 or part.shape[0] != samples:
+            raise ValueError(
+                f"the model returned a {type(output).__name__} {list(part.shape)} for the {samples} sample(s) of "
+                "this rank; expected one entry for each along dim 0. Use a mesh without a 'batch' dim."
+            )
+        gathered = all_gather(part, [samples] * batch.size, 0, batch)
+        if isinstance(output, list):
+            return list(gathered.unbind())
+        return gathered
     if has_fields(output):
         fields = {name: gather_samples(value, samples, batch) for name, value in fields_of(output).items()}
         return with_fields(output, fields)

@@ -1,8 +1,8 @@
 """Apply the rule :class:`~para_core.plans.plan.Split` to a tensor: return this rank's part of its tokens.
 
 The other rules are in :mod:`.apply_rules`, whose ``RuleExecutor`` derives from this. Splitting needs no
-communication. Tests: tests/plans/test_exactness.py, and tests/adapters/propose/test_structures.py for rare
-fields of a rule.
+communication. Tests: tests/plans/test_exactness.py, tests/adapters/propose/test_structures.py for rare fields
+of a rule, and the table ``REFUSED`` of tests/plans/test_plan.py for tensors that do not fit.
 """
 
 from __future__ import annotations
@@ -74,6 +74,8 @@ class SplitRules(SegmentsOfCall):
             return None
         if split.ndim is not None and value.ndim != split.ndim:
             return None
+        if not -value.ndim <= split.dim < value.ndim:
+            return None
         segment_name = split.segment or split.like or name
         known_cut = self._known_cuts.get((segment_name, value.shape[split.dim]))
         if known_cut is None:
@@ -125,23 +127,37 @@ class SplitRules(SegmentsOfCall):
                 raise ValueError(
                     f"{name} has {value.ndim} dims {list(value.shape)}; the plan splits a tensor of {split.ndim}."
                 )
+        if not -value.ndim <= split.dim < value.ndim:
+            raise ValueError(
+                f"{name} has {value.ndim} dims {list(value.shape)}; the plan splits it along dim {split.dim}."
+            )
         if split.per != 1:
             return self._split_entries_of_tokens(value, split, name)
         if split.runs:
             return self._split_repeated_tokens(value, split, name)
         if split.only is not None:
             segment = self.segment(split.like or "")
+            if value.shape[split.dim] > segment.total:
+                raise ValueError(
+                    f"{name} has {value.shape[split.dim]} entries along dim {split.dim}; expected at most "
+                    f"{segment.total}, one for each of the {split.only} {segment.name} tokens."
+                )
             start, stop = self._range_on_rank(split.only, value.shape[split.dim], segment)
             return value.narrow(split.dim, start, stop - start)
-        if split.then_replicated:
-            total = self.segment(split.like or "").total
+        if split.then_replicated or split.after_replicated:
+            segment = self.segment(split.segment or split.like or "")
+            total = segment.total
+            if value.shape[split.dim] < total:
+                raise ValueError(
+                    f"{name} has {value.shape[split.dim]} entries along dim {split.dim}; expected at least {total}, "
+                    f"one for each {segment.name} token, and others."
+                )
+            if split.after_replicated:
+                layout = self._layout_with_prefix(value, split.dim, segment, total)
+                return shard_tokens(value, split.dim, layout, self.mesh)
             tokens, rest = value.split([total, value.shape[split.dim] - total], dim=split.dim)
             part = self.split(tokens, replace(split, then_replicated=False), name)
             return torch.cat([part, rest], dim=split.dim)
-        if split.after_replicated:
-            segment = self.segment(split.segment or split.like or "")
-            layout = self._layout_with_prefix(value, split.dim, segment, segment.total)
-            return shard_tokens(value, split.dim, layout, self.mesh)
         if split.together:
             segment = self._segment_of_groups(value, split)
             self._note(segment, split.dim, name)
@@ -154,15 +170,29 @@ class SplitRules(SegmentsOfCall):
         """Split a dim that has ``split.per`` entries for each entry of the segment."""
         dim = split.dim % value.ndim
         if split.per is not None:
-            grouped = torch.unflatten(value, dim, (-1, split.per))
+            divisor = split.per
+            sizes = (-1, split.per)
         else:
-            grouped = torch.unflatten(value, dim, (self.segment(split.like or "").total, -1))
+            divisor = self.segment(split.like or "").total
+            sizes = (divisor, -1)
+        if divisor == 0 or value.shape[dim] % divisor != 0:
+            raise ValueError(
+                f"{name} has {value.shape[dim]} entries along dim {dim}; expected a multiple of {divisor}, as the plan "
+                f"splits it with per={split.per}."
+            )
+        grouped = torch.unflatten(value, dim, sizes)
         return self.split(grouped, replace(split, dim=dim, ndim=None, per=1), name).flatten(dim, dim + 1)
 
     def _split_repeated_tokens(self, value: Tensor, split: Split, name: str) -> Tensor:
         """Split a dim that has all tokens of the segment several times in a row."""
         dim = split.dim % value.ndim
-        grouped = torch.unflatten(value, dim, (-1, self.segment(split.like or "").total))
+        segment = self.segment(split.like or "")
+        if segment.total == 0 or value.shape[dim] % segment.total != 0:
+            raise ValueError(
+                f"{name} has {value.shape[dim]} entries along dim {dim}; expected a multiple of {segment.total}, the "
+                f"number of {segment.name} tokens, which the plan says are repeated there."
+            )
+        grouped = torch.unflatten(value, dim, (-1, segment.total))
         part = self.split(grouped, replace(split, dim=dim + 1, ndim=None, runs=False), name)
         return part.flatten(dim, dim + 1)
 
@@ -185,6 +215,11 @@ class SplitRules(SegmentsOfCall):
         if split.after is not None:
             first = (self.segment(split.after),)
         total = value.shape[split.dim] - sum([segment.total for segment in first])
+        if total < 0:
+            raise ValueError(
+                f"{name} has {value.shape[split.dim]} entries along dim {split.dim}; expected at least "
+                f"{first[0].total}, the {split.after} tokens, and then those of {segment_name}."
+            )
         segment = self.new_segment(segment_name, total)
         if noted is not None or split.segment is not None or not segment.replicated:
             self._note(segment, split.dim, name)

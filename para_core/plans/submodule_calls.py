@@ -3,7 +3,7 @@ exchange its heads, add up sums of linear attention, exchange halo rows, gather 
 
 :mod:`.region` puts these functions around the submodules, and does the same for the model itself. The
 exchanges are in :mod:`.exchange`. Outside of a call of the region each function runs its module unchanged.
-Tests: tests/plans/test_exactness.py.
+Tests: tests/plans/test_exactness.py, tests/plans/test_attention_check.py.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from para_core.distributed.mesh import SequenceMesh
 from para_core.instance.record import Wrapper
@@ -83,7 +83,7 @@ class SubmoduleCalls:
         if rules.exchange is not None:
             if rules.exchange == "enter":
                 return partial(self._enter_heads, rules.parts)
-            return self._leave_heads
+            return partial(self._leave_heads, parameters[0])
         attend = self._hook_of_attention(rules.attention, parameters, heads)
         if rules.shard_rules or rules.gathers or rules.halo is not None:
             return self._hook_of_rules(rules, parameters, attend)
@@ -265,12 +265,18 @@ class SubmoduleCalls:
         return self._head_exchanges[-1].enter(output, parts)
 
     def _leave_heads(
-        self, call: Wrapper, projection: nn.Module, /, x: Tensor, *args: Any, **kwargs: Any
+        self, first: str, call: Wrapper, projection: nn.Module, /, *args: Any, **kwargs: Any
     ) -> Any:
-        """Exchange the attention output back, and run the output projection with it. Collective."""
+        """Exchange the attention output back, and run the output projection with it. It is the first argument, also
+        if the model passes it by its name ``first``. Collective.
+        """
         if self._head_exchanges:
-            x = self._head_exchanges[-1].leave(x)
-        return call(projection, x, *args, **kwargs)
+            exchange = self._head_exchanges[-1]
+            if args:
+                args = (exchange.leave(args[0]), *args[1:])
+            else:
+                kwargs = {**kwargs, first: exchange.leave(kwargs[first])}
+        return call(projection, *args, **kwargs)
 
 
 def _run_without_rules(call: Wrapper, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:

@@ -154,7 +154,7 @@ class Heads(nn.Module):
             end = start + k.shape[2]
             kept["k"][:, :, start:end], kept["v"][:, :, start:end] = k, v
             out = F.scaled_dot_product_attention(q, kept["k"][:, :, :end], kept["v"][:, :, :end])
-        return x + self.out(out.transpose(1, 2).flatten(2))
+        return x + self.out(input=out.transpose(1, 2).flatten(2))
 
 
 class OfHeads(nn.Module):

@@ -13,7 +13,7 @@ from torch import nn
 from torch._dynamo.testing import CompileCounter
 
 from para_core import Attention, Plan
-from para_core.distributed.mesh import MeshDim, one_rank, sequence_mesh
+from para_core.distributed.mesh import MeshDim, dim_of_one, one_rank, sequence_mesh
 from para_core.instance.record import filled_slots
 from para_core.plans.apply import apply_plan, remove_plan
 from para_core.plans.apply_rules import RuleExecutor
@@ -21,6 +21,7 @@ from para_core.plans.module_matching import matching_modules
 from para_core.plans.plan import AttentionByHeads, Count, Entries, Gather, Replicate, Split
 from para_core.plans.published_plan import convert_published_plan
 from para_core.plans.region import mesh_of_plan
+from para_core.plans.samples import gather_samples
 from tests.plans.test_exactness import (
     BY_HEADS,
     CROSS,
@@ -164,39 +165,50 @@ def published(plan):
 INPUT, THREE_IDS = {"hidden_states": cut()}, {**flux_inputs(10, 5), "img_ids": torch.zeros(1, 10, 3)}
 SECOND_WITHOUT = nn.Sequential(Grouped(), Grouped())
 del SECOND_WITHOUT[1].heads
-MISSING = Plan({"hidden_states": Split(1, "image")}, {"nothing": Gather(1, "image")}, ("image",))
-MISSING_LAST, AT_ONE = replace(MISSING, outputs={"nothing.-1": Gather(1, "image")}), RuleExecutor(one_rank("cpu"))
+MISSING = Plan({"hidden_states": Split(1, "image")}, {"nothing.-1": Gather(1, "image")}, ("image",))
+AT_ONE = RuleExecutor(one_rank("cpu"))
 NOT_WHOLE = [Split(1, "a", per=2), Split(1, "a", after="b"), Split(1, "a", after_replicated=True), Count("a", (0,))]
 TO_ITSELF, ONE, CAUSAL = (Attention(("tokens",)),), torch.zeros(1, 1), torch.ones(4, 4).tril().bool()
 ATTENDING_Q = replace(HEADS, attention={"0": BY_HEADS, "0.q": TO_ITSELF})
 PAIR, LIKE, FRAMES = (noise(5), None), Split(0, like="video"), Split(0, "video", together=(1,))
+WRONG_FIELDS = [{"segment": "a", "like": "b"}, {"after": "a"}, {"like": "a", "per": 0}, {"like": "a", "only": "middle"}]
+WRONG_FIELDS += [{"like": "", "only": "last", x: 1} for x in ("runs", "after", "after_replicated", "then_replicated")]
+WRONG_FIELDS += [{"like": "a", "runs": True, "per": None}, {"segment": "a", "together": (2,), "per": 2}]
+# For tensors that accompany 7 tokens: the number of entries, the fields of the rule, and the words of the message.
+MISFITS = [(3, {}, "3 tokens .* 7,"), (7, {"dim": 1}, "dim 1"), (8, {"only": "last"}, "7"), (3, {"per": 2}, "of 2")]
+MISFITS += [(8, {"per": None}, "of 7"), (8, {"runs": True}, "of 7"), (6, {"then_replicated": True}, "7")]
 OF_TWO, OF_THREE, WHOLE = Entries((None, LIKE)), Entries((None, LIKE, LIKE)), Replicate(0, "video", together=(1,))
 SPLIT_INSIDE = {f"0.{name}": {"input": Split(1, "tokens")} for name in "qkv"}
 SUMS = r"scaled_dot_product_attention .*LinearAttention\("
 REFUSED = [
-    (with_unfitting_plan, (Model(), MISSING_LAST), ValueError, r"'nothing\.-1'.* Model "),
-    (with_unfitting_plan, (Model(), MISSING, INSIDE), ValueError, r"'nothing'.* Model "),
-    (AT_ONE.apply_to_outputs, ((ONE,), {1: Split(1, "image")}, "norm"), ValueError, r"norm\[1\].* 1 "),
-    (AT_ONE.apply_to_outputs, (ONE, {1: Split(1, "image")}, "norm"), ValueError, r"norm\[1\].* 1 "),
+    (with_unfitting_plan, (Model(), MISSING, INSIDE), ValueError, r"'nothing\.-1'.* Model "),
+    *[(AT_ONE.apply_to_outputs, (out, {1: LIKE}, "norm"), ValueError, r"norm\[1\].* 1 ") for out in (ONE, (ONE,))],
+    (AT_ONE.apply_to_outputs, ({"x": ONE}, {0: LIKE}, "norm"), TypeError, "norm returned a dict"),
+    (gather_samples, ([ONE] * 3, 1, dim_of_one("batch")), ValueError, r"list \[3, 1, 1\] for the 1 sample"),
     (AT_ONE.gather_outputs, (iter([ONE]), (Gather(1, "image"),)), TypeError, "list_iterator; expected a tensor"),
     (with_unfitting_plan, (SECOND_WITHOUT, replace(HEADS, attention={"*": BY_HEADS})), AttributeError, "heads"),
     (after_an_error, (), AttributeError, "no attribute 'heads'"),
     (with_example, (EXAMPLES["flux, published"], THREE_IDS), ValueError, r"img_ids has 3 dims \[1, 10, 3\].* 2"),
     (applied, ((PAIR, OF_TWO), (PAIR, OF_THREE)), TypeError, r"rope.* tuple of 2.* 3 "),
-    (applied, ((noise(7), Split(0, "video")), (noise(3), LIKE)), ValueError, "rope has 3 tokens .* 7,"),
+    *[
+        (applied, ((noise(7), Split(0, "video")), (noise(num), replace(LIKE, **fields))), ValueError, f"rope.* {words}")
+        for num, fields, words in MISFITS
+    ],
+    (applied, ((noise(3), Replicate(0, "text")), (noise(2), Split(0, "video", after="text"))), ValueError, "least 3,"),
+    (applied, ((ONE, Replicate(2, "text")),), ValueError, r"2 dims \[1, 1\].* dim 2"),
+    (applied, ((ONE, Split(0, "video", together=(2,))),), ValueError, r"2 dims \[1, 1\].* 0 and \(2,\)"),
     (applied, ((noise(4), Split(0, "video")), (noise(3), LIKE)), ValueError, "rope has 3 tokens .* 4,"),
     # One entry for all frames is kept.
     (applied, ((noise(5, 4), FRAMES), (noise(1), LIKE), (noise(3), LIKE)), ValueError, "has 3 entries; expected 20,"),
-    (applied, ((noise(2, 4), FRAMES), (noise(2), LIKE), (noise(3), LIKE)), ValueError, "has 3 entries; expected 8,"),
-    (applied, ((noise(2, 4), WHOLE), (noise(2), LIKE), (noise(3), LIKE)), ValueError, "has 3 entries; expected 8,"),
+    *[(applied, ((noise(2, 4), x), (noise(2), LIKE), (noise(3), LIKE)), ValueError, "d 8,") for x in (FRAMES, WHOLE)],
     *[(Plan({"x": rule}, {}, ()).with_replicated, ("a",), ValueError, "'a' by ") for rule in NOT_WHOLE],
     (with_grouped_heads, (BY_HEADS, None, {"0.q": {0: LIKE}}), ValueError, "0.q"),
     (with_unfitting_plan, (nn.Sequential(Grouped()), ATTENDING_Q), ValueError, "0.q"),
-    (Split, (1, "a", "b"), ValueError, "segment='a', like='b'"),
-    (lambda: Split(1, after="a"), (), ValueError, "after='a'.* need the tokens that follow"),
-    (lambda: Split(1, after_replicated=True), (), ValueError, "after_replicated=True.* need the tokens that follow"),
-    (lambda: Split(1, "a", per=0), (), ValueError, "per=0.* at least 1"),
+    *[(lambda fields=fields: Split(1, **fields), (), ValueError, r"^Split\(dim=1, ") for fields in WRONG_FIELDS],
+    (Gather, (1, "a", None, True), ValueError, r"^Gather\(dim=1, "),
     (Entries, ((None, Split(1, "a")),), ValueError, "expected like='a'"),
+    *[(kind, ("abc", "abc", "abc"), TypeError, "'abc'.* tuple") for kind in (Attention, AttentionByHeads, Plan)],
+    *[(Plan, ({}, {}, (), {}, {"x": to}), TypeError, r"\['x'\] is ") for to in (TO_ITSELF[0], ("tokens",))],
     (by_rows, (lambda x: F.scaled_dot_product_attention(x, x, x),), RuntimeError, SUMS),
     (by_rows, (lambda x: torch.ops.aten.scaled_dot_product_attention(x, x, x),), RuntimeError, SUMS),
     (by_rows, (lambda x: x,), RuntimeError, r"\[\('sum', 0\), \('matmul', 1\)\]"),
@@ -246,7 +258,7 @@ def test_gather_of_unsharded_segment_is_named():
     executor = RuleExecutor(one_rank("cpu"))
     with pytest.raises(ValueError, match=r"segment 'image'.* none\."):
         executor.gather_outputs(torch.ones(1, 2), (Gather(1, "image"),))
-    executor.apply(torch.ones(1, 2), Split(1, segment="image"), "hidden_states")
+    assert type(executor.apply_to_outputs([torch.ones(1, 2)], {0: Split(1, "image")}, "norm")) is list
     assert executor.gather_outputs(torch.ones(1, 2), (Gather(1, "image"),)).shape == (1, 2)
     # An output has no entry for a field that is None.
     output = AudioVisualModelOutput(None, torch.ones(1, 2))
