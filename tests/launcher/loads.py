@@ -2,6 +2,7 @@
 
 import os
 import time
+from types import SimpleNamespace
 
 import psutil
 
@@ -15,8 +16,8 @@ def images(pipe, **arguments):
 
 
 def pids(pipe):
-    """Return the process id of each rank of a ``Steps``."""
-    return pipe.run(Steps.process, all_ranks=True)
+    """Return the process id of each rank."""
+    return pipe.run(lambda pipe: os.getpid(), all_ranks=True)
 
 
 def alive(processes):
@@ -78,13 +79,12 @@ class Steps:
     def this(self):
         return self
 
-    def process(self):
-        return os.getpid()
-
 
 def load_steps():
-    """Return a :class:`Steps` that has another inside."""
-    return Steps(Steps())
+    """Return a :class:`Steps` that has another inside, and one in the blocks of a modular pipeline."""
+    pipe = Steps(Steps())
+    pipe._blocks = SimpleNamespace(sub_blocks={"denoise": Steps()})
+    return pipe
 
 
 def all_reduce_or_raise(pipe, failing, error):

@@ -51,7 +51,8 @@ def test_methods_run_on_every_rank(steps):
     rank, total = steps.run(rank_and_sum, torch.ones(3), y=torch.arange(3.0))
     assert (rank, total.tolist()) == (0, [1.0, 2.0, 3.0])
     assert [rank for rank, _ in steps.run(rank_and_sum, 1, y=2, all_ranks=True)] == [0, 1]
-    assert steps.run(lambda pipe: copy.deepcopy(pipe).decoder_pipe(1)) == {}
+    for inner in (lambda pipe: copy.deepcopy(pipe).decoder_pipe, lambda pipe: pipe._blocks.sub_blocks["denoise"]):
+        assert steps.run(lambda pipe, inner: inner(pipe)(1), inner) == {}
 
 
 def thread_state(pipe):
@@ -143,14 +144,12 @@ def test_options_reach_the_ranks_until_they_are_closed_and_again(tmp_path, monke
     def load():
         from pathlib import Path
 
-        import torch.distributed as dist
-
         pipe = load_steps()
         pipe.note(Path("file").read_text())
         # A process group is made already. To make it again does nothing, and to make another is refused.
-        dist.init_process_group("gloo")
+        torch.distributed.init_process_group("gloo")
         try:
-            dist.init_process_group("gloo", world_size=3, rank=0)
+            torch.distributed.init_process_group("gloo", world_size=3, rank=0)
         except ValueError as error:
             pipe.note(str(error))
         return pipe

@@ -20,6 +20,7 @@ from para_core.launcher.display import Display
 from para_core.launcher.messages import RandomState, RankError
 from para_core.launcher.processes import RankGroup, _receive_messages, start_process
 from para_core.launcher.wire import Body
+from para_core.torch_internals import queued_cuda_seed
 from tests.launcher.loads import NotInProcess, alive, all_reduce_or_raise, pids
 
 
@@ -45,10 +46,6 @@ class TwoArgumentsError(Exception):
 
 def test_exceptions_of_all_ranks_arrive_with_their_types_and_tracebacks(steps):
     def fail(pipe):
-        import threading
-
-        import torch
-
         torch.rand(3)
         raise TwoArgumentsError("one", second=2, lock=threading.Lock())
 
@@ -98,10 +95,6 @@ def test_exception_of_one_rank_frees_the_others(monkeypatch, steps, capsys):
 
 def seed_of_cuda(pipe, *unused):
     """Return the seed of CUDA's default generator on a rank, also if CUDA is not initialized there."""
-    import torch
-
-    from para_core.torch_internals import queued_cuda_seed
-
     queued = queued_cuda_seed()
     return torch.cuda.initial_seed() if queued is None else queued[1]
 
@@ -201,8 +194,6 @@ def test_restart_ends_a_running_call(steps):
 
 
 def load_and_exit():
-    import os
-
     if os.environ["RANK"] == "1":
         os.write(2, b"its last words\n")
         os._exit(7)
