@@ -227,14 +227,15 @@ def refuse_wrong_meshes():
     named = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     three = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("replica", "ring", "ulysses"))
     first = torch.distributed.device_mesh.DeviceMesh("cpu", [0, 1], mesh_dim_names=("ring",))
-    group, unnamed, few = dist.new_group([0, 1]), init_device_mesh("cpu", (4,)), {"max_ulysses_dim_size": 1}
+    group, unnamed = dist.new_group([0, 1]), init_device_mesh("cpu", (4,))
     wrong = [
         (lambda: RingAttnMode(both), r"ValueError: RingAttnMode .*'ulysses' .*2 .*1"),
         (lambda: UlyssesAttnMode(both), r"ValueError: UlyssesAttnMode .*'ring' .*2 .*1"),
         (lambda: UnifiedAttnMode(named), r"ValueError: .*\('dp', 'tp'\).* 'ring'"),
         (lambda: UnifiedAttnMode(unnamed), r"ValueError: mesh .*1 unnamed"),
         (lambda: UnifiedAttnMode(three), r"ValueError: .*\['replica'\].*mesh\['ring', 'ulysses'\]"),
-        (lambda: init_context_parallel_mesh("cpu", max_ring_dim_size=2, **few), r"ValueError: .* 4 ranks.*ring 2 .*2 "),
+        (lambda: init_context_parallel_mesh(torch.device("cpu", rank)), r"TypeError: device_type .*index=.*'cuda'"),
+        *[(partial(init_context_parallel_mesh, of), rf"ValueError: device_type .*'{of}'") for of in ("cpu:0", "gpu")],
     ]
     if rank > 1:
         wrong += [
