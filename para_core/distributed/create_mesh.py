@@ -2,7 +2,8 @@
 
 The sizes are chosen in :mod:`.mesh_shape`; a mesh that exists is read by :mod:`.mesh`. Users call
 :func:`init_context_parallel_mesh`; modes, plans and ``adapters/default_mesh.py`` call
-:func:`check_distinct_gpus` on a user's mesh. Tests: tests/distributed/test_mesh.py.
+:func:`check_distinct_gpus` on a user's mesh. The latter also calls :func:`ranks_per_host`, for a mesh that it
+chooses. Tests: tests/distributed/test_mesh.py.
 """
 
 from __future__ import annotations

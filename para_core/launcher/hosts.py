@@ -188,6 +188,7 @@ def start_ranks_on_hosts(ranks: int, hosts: int, timeout: float, env: Mapping[st
             channels = _accept_ranks(server, members, secret, end - time.monotonic())
         return _HostsGroup(agents, placement, members, channels, host)
     except BaseException:
+        # The ranks that agents have started end by themselves, because they lose their parent (connection.py).
         for agent in agents:
             ray.kill(agent)
         ray.util.remove_placement_group(placement)
