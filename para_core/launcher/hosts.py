@@ -235,7 +235,7 @@ def _start_agent(ray: Any, placement: Any, host: int, bundle: Mapping[str, float
         placement, placement_group_bundle_index=host
     )
     options = {"num_cpus": bundle["CPU"], "num_gpus": bundle.get("GPU", 0), "scheduling_strategy": strategy}
-    # The agent answers while another thread of it waits for a process.
+    # The agent answers while another thread of it waits for a process: a call may ask it while the ranks are ended.
     return ray.remote(HostAgent).options(max_concurrency=16, **options).remote()
 
 

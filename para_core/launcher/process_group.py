@@ -1,7 +1,8 @@
 """The process group of a rank, which is made before the pipeline is loaded, even if ``load`` asks for it again.
 
 Only ``rank.py`` calls this. Groups of meshes are made later, in :mod:`para_core.distributed.groups`. Tests:
-tests/launcher/test_calls.py and tests/launcher/test_failures.py, without a GPU.
+tests/launcher/test_calls.py, where a ``load`` asks for the group again, and tests/launcher/test_cancel.py for the
+group of the launcher's exchanges. No test has a GPU; the examples below stand for one.
 """
 
 from __future__ import annotations

@@ -82,8 +82,7 @@ def test_what_is_no_mesh_is_an_error(call, error, words):
 
 def test_ranks_that_share_a_gpu_are_named():
     check_no_shared_gpu(dict(enumerate([("a", "0"), ("a", "1"), ("b", "0"), ("b", "1")])))
-    call = r"Call torch\.cuda\.set_device\(torch\.distributed\.get_node_local_rank\(\)\)"
-    with pytest.raises(RuntimeError, match=rf"ranks \[5, 6, 7\] on host a .*device 0.*{call}"):
+    with pytest.raises(RuntimeError, match=r"ranks \[5, 6, 7\] on host a .*device 0.*get_node_local_rank\(\)"):
         check_no_shared_gpu({4: ("b", "1"), 5: ("a", "0"), 6: ("a", "0"), 7: ("a", "0")})
     with pytest.raises(RuntimeError, match=r"ranks \[1, 2\] on host a .*device 1.*GPUs"):
         check_no_shared_gpu({0: ("a", "0"), 1: ("a", "1"), 2: ("a", "1")})

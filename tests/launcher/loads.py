@@ -90,11 +90,10 @@ def load_steps():
 def all_reduce_or_raise(pipe, failing, error):
     """Raise ``error`` on the rank ``failing``, and wait for all ranks on the others."""
     import torch
-    import torch.distributed as dist
 
-    if failing in (None, dist.get_rank()):
+    if failing in (None, torch.distributed.get_rank()):
         raise error
-    dist.all_reduce(torch.ones(1))
+    torch.distributed.all_reduce(torch.ones(1))
 
 
 def load_on_a_rank(mark):

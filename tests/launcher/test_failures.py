@@ -12,7 +12,6 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from para_core import RankDied, launch
 from para_core.launcher import running_call
@@ -154,20 +153,16 @@ def test_message_that_cannot_be_read_counts_as_the_end_of_its_rank():
 
 
 def hang(pipe):
-    if dist.get_rank() == 1:
+    if torch.distributed.get_rank() == 1:
         time.sleep(600)
-    dist.all_reduce(torch.ones(1))
+    torch.distributed.all_reduce(torch.ones(1))
 
 
 def test_progress_is_waited_for_and_a_rank_that_hangs_is_named(steps, monkeypatch):
-    def callback(pipe, step, timestep, tensors):
-        time.sleep(2.5)
-        return tensors
-
     assert steps(1) == {}
     monkeypatch.setattr(steps._state, "options", replace(steps._state.options, silence=2.0))
     assert steps(5, seconds=0.6) == {}
-    assert steps(1, callback_on_step_end=callback) == {}
+    assert steps(1, callback_on_step_end=lambda *args: time.sleep(2.5) or args[3]) == {}
     message = r"(?s)no rank made progress for 2 s: rank 1 hangs.*rank 1: .* in hang"
     with pytest.raises(RankDied, match=message) as caught:
         steps.run(hang)
