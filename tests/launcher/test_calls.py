@@ -7,10 +7,12 @@ import functools
 import os
 import re
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from torch.distributed import init_process_group
 
 from para_core import launch
 from para_core.launcher.processes import start_local_ranks
@@ -141,14 +143,12 @@ def test_options_reach_the_ranks_until_they_are_closed_and_again(tmp_path, monke
     seen = []
 
     def load():
-        from pathlib import Path
-
         pipe = load_steps()
         pipe.note(Path("file").read_text())
         # A process group is made already. To make it again does nothing, and to make another is refused.
         torch.distributed.init_process_group("gloo")
         try:
-            torch.distributed.init_process_group("gloo", world_size=3, rank=0)
+            init_process_group("gloo", world_size=3, rank=0)
         except ValueError as error:
             pipe.note(str(error))
         return pipe
