@@ -60,9 +60,8 @@ def test_cancel_inside_a_callback_ends_that_call(steps):
 def test_calls_of_threads_run_one_after_another(steps):
     seen = []
 
-    def call(number):
-        note = {"callback_on_step_end": lambda *args: seen.append(number) or args[3]}
-        return steps(3, seconds=0.01, number=number, **note)["number"]
+    def call(n):
+        return steps(3, seconds=0.01, number=n, callback_on_step_end=lambda *args: seen.append(n) or args[3])["number"]
 
     with ThreadPoolExecutor(4) as threads:
         assert list(threads.map(call, range(4))) == [0, 1, 2, 3]

@@ -19,7 +19,6 @@ from para_core.launcher.display import Display
 from para_core.launcher.messages import RandomState, RankError
 from para_core.launcher.processes import RankGroup, _receive_messages, start_process
 from para_core.launcher.wire import Body
-from para_core.torch_internals import queued_cuda_seed
 from tests.launcher.loads import NotInProcess, alive, all_reduce_or_raise, pids
 
 
@@ -94,6 +93,8 @@ def test_exception_of_one_rank_frees_the_others(monkeypatch, steps, capsys):
 
 def seed_of_cuda(pipe, *unused):
     """Return the seed of CUDA's default generator on a rank, also if CUDA is not initialized there."""
+    from para_core.torch_internals import queued_cuda_seed
+
     queued = queued_cuda_seed()
     return torch.cuda.initial_seed() if queued is None else queued[1]
 
