@@ -3,7 +3,7 @@
 ``launch``, ``Cancelled``, ``RankDied`` and ``__version__`` are public too, and imported without torch:
 ``para_core/__init__.py``. A name is one line, so that an optional feature is removed with its lines.
 ``tests/lift_out.py`` and ``docs/site/hooks.py`` read these lines without importing them, so nothing but
-``from … import name as name`` stands here.
+``from … import name as name`` stands here. Tests: tests/test_lift_out.py, tests/cli/test_help.py.
 """
 
 from para_core.attention.backends.flash3 import flash_attention_3 as flash_attention_3

@@ -1,7 +1,8 @@
 """Checks of the calls of a parallel model. A check is a module that nobody imports, and a line of ``CHECKS``.
 
 Imports no torch, so that a command can validate options at once. ``adapters/parallel/`` and
-``fleet/recipe.py`` call it. Tests: tests/verify/test_verification.py, tests/fleet/test_recipe.py.
+``fleet/recipe.py`` call it, and ``fleet/build.py`` shows what the packages in ``CHECKS`` log. Tests:
+tests/verify/test_verification.py, tests/fleet/test_recipe.py.
 """
 
 from __future__ import annotations

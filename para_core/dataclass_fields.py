@@ -4,8 +4,8 @@ dicts.
 A field is named by its path: ``"video.x"`` is the field ``x`` of the argument ``video``. A dataclass that is
 also a mapping, such as a ``ModelOutput`` of diffusers, counts as a mapping.
 
-Plans, comparisons and ``adapters/propose/`` reach into arguments by this; a cache has its own
-(:mod:`para_core.cache.streams`). Tests: tests/test_dataclasses.py.
+Plans, pipeline stages, comparisons and ``adapters/propose/`` reach into arguments and outputs by this; a cache
+has its own (:mod:`para_core.cache.streams`). Tests: tests/test_dataclasses.py.
 """
 
 from __future__ import annotations

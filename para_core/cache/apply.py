@@ -80,6 +80,7 @@ def apply_cache(
     remove_cache(model)
     host = cache.attach()
     host.resident = cache
+    cache.applied_to = model
     parameters = parameters_of(module)
 
     def run(call: Callable[..., Any], called: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -97,13 +98,14 @@ def apply_cache(
 
 
 def remove_cache(model: Model) -> Model:
-    """Undo :func:`apply_cache`, if it was called, and return ``model``."""
-    # The slot is on the object that apply_cache got, which torch.compile may have wrapped since.
-    for module in (model, uncompiled(model)):
-        cache = slot_owner(module, Slot.CACHE, BlockCache)
-        if cache is not None:
-            empty_slot(module, Slot.CACHE)
-            cache.detach()
+    """Undo :func:`apply_cache`, if it was called, and return ``model``.
+
+    ``model`` may be the module, or what ``torch.compile`` made of it, whichever of them :func:`apply_cache` got.
+    """
+    cache = _find_cache(model)
+    if cache is not None:
+        empty_slot(cache.applied_to, Slot.CACHE)
+        cache.detach()
     return model
 
 
@@ -150,13 +152,21 @@ def cache_options(model: nn.Module) -> CacheOptions | None:
 
 
 def require_cache(model: nn.Module) -> BlockCache:
-    """Return the cache of :func:`apply_cache` on ``model``, or on the module that was compiled to make
-    ``model``.
+    """Return the cache of :func:`apply_cache` on ``model``, the module or what ``torch.compile`` made of it.
 
     Raises:
         ValueError: The model has no cache.
     """
-    cache = slot_owner(model, Slot.CACHE, BlockCache) or slot_owner(uncompiled(model), Slot.CACHE, BlockCache)
+    cache = _find_cache(model)
     if cache is None:
         raise ValueError(f"this {type(model).__name__} has no cache: call apply_cache(model, ...) first.")
     return cache
+
+
+def _find_cache(model: nn.Module) -> BlockCache | None:
+    """Return the cache of :func:`apply_cache` on the module, whichever object of it ``model`` is; None without one."""
+    # Only the hooks know it: the slot is on the object that apply_cache got.
+    host = host_of(uncompiled(model))
+    if host is None:
+        return None
+    return host.resident

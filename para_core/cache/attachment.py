@@ -58,7 +58,8 @@ class BlockHookHost:
 
     - :meth:`BlockCache._call_blocks` sets ``thread``, then ``running``, for a call, and only it: a hook in
       another thread that sees ``running`` must see its thread, too. At the end it sets ``running`` to None.
-    - :func:`~para_core.cache.apply.apply_cache` sets ``resident``; :func:`detach` clears it.
+    - :func:`~para_core.cache.apply.apply_cache` sets ``resident``, and ``applied_to`` of that cache, by which
+      ``remove_cache`` finds what to undo; :func:`detach` clears ``resident``.
     - ``local.branch`` is set by ``cache_context``, per thread.
     - :func:`attach` compares ``roles`` with those of the next cache, first by identity: the roles are
       installed again only if they differ.

@@ -82,6 +82,8 @@ class BlockCache:
     ) -> None:
         check_no_foreign_cache(module)
         self.module = module
+        # The object whose calls apply_cache has replaced: the module, or what torch.compile made of it.
+        self.applied_to = module
         self.blocks = blocks
         self.options = options
         # The threshold may be changed at any time. Changing other options needs a new cache.

@@ -88,4 +88,5 @@ def foca_weights(times: Tensor, now: Tensor, num_computed: Tensor) -> Tensor:
 FOCA = Forecast("foca", 3, foca_weights, "FoCa, arXiv:2508.16211")
 
 register_forecast(FOCA)
+# Of the orders that docs/measured/cache_quality.md compares, 1 is the best where few steps are computed.
 register_orders(taylor, on_schedule=1)

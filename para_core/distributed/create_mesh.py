@@ -2,7 +2,8 @@
 
 The sizes are chosen in :mod:`.mesh_shape`; a mesh that exists is read by :mod:`.mesh`. Users call
 :func:`init_context_parallel_mesh`; modes, plans and ``adapters/default_mesh.py`` call
-:func:`check_distinct_gpus` on a user's mesh. Tests: tests/distributed/test_mesh.py.
+:func:`check_distinct_gpus` on a user's mesh. The latter also calls :func:`ranks_per_host`, for a mesh that it
+chooses. Tests: tests/distributed/test_mesh.py.
 """
 
 from __future__ import annotations
@@ -113,8 +114,8 @@ def init_context_parallel_mesh(
 
     Raises:
         RuntimeError: No process group is initialised, or two ranks have the same GPU, which NCCL refuses.
-        TypeError, ValueError: A maximum is not a positive integer, ranks are left over, or, on every rank,
-            the arguments differ between ranks.
+        TypeError, ValueError: ``device_type`` is no type of a device, such as ``"cuda:0"``; a maximum is not a
+            positive integer; ranks are left over; or, on every rank, the arguments differ between ranks.
 
     Example::
 
@@ -132,6 +133,7 @@ def init_context_parallel_mesh(
     }
     arguments = {f"max_{name}_dim_size": maximum for name, maximum in maxima.items()}
     _agree_on_arguments(device_type=device_type, **arguments)
+    _check_device_type(device_type)
     for name, maximum in arguments.items():
         check_maximum(name, maximum)
     on_host = None
@@ -160,6 +162,22 @@ def _default_device_type() -> str:
         return accelerator.type
     # Also on a Mac: no backend of torch sends tensors of its device, mps.
     return "cpu"
+
+
+def _check_device_type(device_type: str) -> None:
+    """Raise ``TypeError`` or ``ValueError`` if torch has no type of device of this name, which a mesh would take."""
+    if not isinstance(device_type, str):
+        raise TypeError(
+            f"device_type is {device_type!r}; expected a string, such as 'cuda', the type of a torch.device."
+        )
+    try:
+        known = torch.device(device_type).type == device_type
+    except RuntimeError:
+        known = False
+    if not known:
+        raise ValueError(
+            f"device_type is {device_type!r}; expected a type of device without an index, such as 'cuda' or 'cpu'."
+        )
 
 
 def _agree_on_arguments(**arguments: object) -> None:

@@ -1,6 +1,7 @@
-"""Fingerprints of tensors, by which ranks compare their inputs.
+"""Fingerprints of tensors, by which ranks compare their inputs, and the bytes of a tensor.
 
-``adapters/agree/arguments.py`` and ``adapters/agree/loras.py`` call them; nothing here communicates. Tests:
+``adapters/agree/arguments.py`` and ``adapters/agree/loras.py`` compare fingerprints; those who send or hash a
+tensor, such as ``cfg/guidance.py``, call :func:`tensor_bytes`. Nothing here communicates. Tests:
 tests/distributed/test_fingerprints.py.
 """
 

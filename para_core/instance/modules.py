@@ -1,8 +1,8 @@
 """The modules of an instance: all of them, and those that torch.compile has compiled.
 
 Plans, caches, stages and the adapters call these functions; nothing here changes a module. No module may
-contain itself. Tests: tests/instance/test_record.py for :class:`ModuleTree`, and
-tests/weights/test_pipefusion.py, which refuses compiled modules.
+contain itself, or :func:`submodules_of` would not end. Tests: tests/instance/test_record.py for
+:class:`ModuleTree`, and tests/weights/test_pipefusion.py, which refuses compiled modules.
 """
 
 from __future__ import annotations

@@ -31,6 +31,8 @@ from para_core.launcher.wire import Channel
 _MAIN = "from para_core.launcher.hosts import main_of_remote; main_of_remote(sys.argv)"
 # Bytes of the secret that a rank sends first. The caller loads pickles only from ranks that have it.
 _SECRET = 32
+# Environment variable by which a rank gets the secret: unlike its arguments, other users of its host cannot read it.
+_SECRET_NAME = "PARA_CORE_LAUNCH_SECRET"
 # Bytes of the number of a rank, which follows.
 _NUMBER = 4
 # Seconds between two checks that the ranks that have not connected yet live.
@@ -61,8 +63,9 @@ class HostAgent:
         """Start the ranks ``first`` to ``first + count - 1``. They connect to the caller."""
         for local_rank in range(count):
             rank = first + local_rank
-            arguments = [caller[0], str(caller[1]), secret.hex(), str(rank), str(ranks)]
+            arguments = [caller[0], str(caller[1]), str(rank), str(ranks)]
             environment = rank_environment(rank, ranks, local_rank, count, env)
+            environment[_SECRET_NAME] = secret.hex()
             self._processes[rank] = start_process(_MAIN, arguments, environment, shown=rank == 0)
 
     def wait(self, rank: int, seconds: float) -> bool:
@@ -185,6 +188,7 @@ def start_ranks_on_hosts(ranks: int, hosts: int, timeout: float, env: Mapping[st
             channels = _accept_ranks(server, members, secret, end - time.monotonic())
         return _HostsGroup(agents, placement, members, channels, host)
     except BaseException:
+        # The ranks that agents have started end by themselves, because they lose their parent (connection.py).
         for agent in agents:
             ray.kill(agent)
         ray.util.remove_placement_group(placement)
@@ -231,7 +235,7 @@ def _start_agent(ray: Any, placement: Any, host: int, bundle: Mapping[str, float
         placement, placement_group_bundle_index=host
     )
     options = {"num_cpus": bundle["CPU"], "num_gpus": bundle.get("GPU", 0), "scheduling_strategy": strategy}
-    # The agent answers while another thread of it waits for a process.
+    # The agent answers while another thread of it waits for a process: a call may ask it while the ranks are ended.
     return ray.remote(HostAgent).options(max_concurrency=16, **options).remote()
 
 
@@ -267,7 +271,7 @@ def _accept_ranks(
             if number is None:
                 connection.close()
             else:
-                channels[number] = Channel(connection)
+                channels[number] = _channel_over(connection)
     except BaseException:
         for channel in channels.values():
             channel.close()
@@ -292,12 +296,25 @@ def _receive_greeting(connection: socket.socket, secret: bytes) -> int | None:
     return int.from_bytes(greeting[_SECRET:])
 
 
+def _channel_over(connection: socket.socket) -> Channel:
+    """Return a channel over a TCP ``connection``. Both ends make theirs here.
+
+    A channel sends a small message in two parts. Without TCP_NODELAY the second part waits until the other end
+    has acknowledged the first, which takes some 40 ms.
+    """
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return Channel(connection)
+
+
 def main_of_remote(arguments: Sequence[str]) -> None:
-    """Run a rank that an agent started. ``arguments`` follow the name of the program."""
+    """Run a rank that an agent started. ``arguments``, those of :meth:`HostAgent.start`, follow the name of the
+    program.
+    """
     from para_core.launcher.rank import main
 
-    _, host, port, secret, rank, ranks = arguments
+    _, host, port, rank, ranks = arguments
+    # Removed, so that processes that the rank starts do not inherit it.
+    secret = bytes.fromhex(os.environ.pop(_SECRET_NAME))
     connection = socket.create_connection((host, int(port)))
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    connection.sendall(bytes.fromhex(secret) + int(rank).to_bytes(_NUMBER))
-    main(Channel(connection), int(rank), int(ranks))
+    connection.sendall(secret + int(rank).to_bytes(_NUMBER))
+    main(_channel_over(connection), int(rank), int(ranks))

@@ -1,7 +1,8 @@
 """The process group of a rank, which is made before the pipeline is loaded, even if ``load`` asks for it again.
 
 Only ``rank.py`` calls this. Groups of meshes are made later, in :mod:`para_core.distributed.groups`. Tests:
-tests/launcher/test_calls.py and tests/launcher/test_failures.py, without a GPU.
+tests/launcher/test_calls.py, where a ``load`` asks for the group again, and tests/launcher/test_cancel.py for the
+group of the launcher's exchanges. No test has a GPU; the examples below stand for one.
 """
 
 from __future__ import annotations
@@ -64,8 +65,9 @@ def accept_repeated_init(timeout: timedelta) -> Iterator[None]:
     Scripts that torchrun starts begin with this call. The function of torch is replaced for the whole
     process, so only a process that this package started enters this context.
 
-    Only the attribute of ``torch.distributed`` is replaced: a module that was imported before, and holds the
-    function by ``from torch.distributed import init_process_group``, gets torch's error at a second group.
+    ``load`` and its modules get the replacement also by ``from torch.distributed import init_process_group``,
+    because they are unpickled and imported inside this context. A module that was imported before, and holds the
+    function by that statement, gets torch's error at a second group.
     """
     original = dist.init_process_group
 
@@ -78,11 +80,15 @@ def accept_repeated_init(timeout: timedelta) -> Iterator[None]:
         bound = inspect.signature(original).bind(backend, init_method, *args, **kwargs)
         _check_same(bound.arguments, timeout)
 
-    dist.init_process_group = init_process_group
+    # Pickles look it up in the second one, which defines it.
+    modules: tuple[Any, ...] = (dist, dist.distributed_c10d)
+    for module in modules:
+        module.init_process_group = init_process_group
     try:
         yield
     finally:
-        dist.init_process_group = original
+        for module in modules:
+            module.init_process_group = original
 
 
 def _check_same(arguments: dict[str, Any], timeout: timedelta) -> None:

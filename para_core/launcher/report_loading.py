@@ -34,7 +34,7 @@ class _LoadingHandler(logging.Handler):
     nothing.
 
     Before the first component of a folder it also tells the caller to import a module, and sends the size of
-    all components.
+    all components, if it finds them on the disk.
     """
 
     def __init__(self, connection: CallerConnection) -> None:
@@ -56,7 +56,8 @@ class _LoadingHandler(logging.Handler):
             self._connection.channel.send(("import", "diffusers.utils"))
             self._sizes[folder] = component_bytes(folder_on_disk(folder))
             total = sum(self._sizes[folder].values())
-            self._send(f"loading {folder}: {readable_bytes(total)}")
+            # The folder may be unknown: a repository that is loaded with ``revision=`` or ``cache_dir=``.
+            self._send(f"loading {folder}" + (f": {readable_bytes(total)}" if total else ""))
         size = self._sizes[folder].get(match["name"], 0)
         self._send(f"loaded {match['name']}" + (f" ({readable_bytes(size)})" if size else ""))
 

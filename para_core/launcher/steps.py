@@ -69,6 +69,9 @@ class Bar(tqdm):  # type: ignore[misc]
     must show the same bars.
     """
 
+    # Whether the caller shows it.
+    _is_open = False
+
     def __init__(
         self, connection: CallerConnection, iterable: Any, total: int | None, options: dict[str, Any]
     ) -> None:
@@ -77,6 +80,7 @@ class Bar(tqdm):  # type: ignore[misc]
         # Other values, such as a file, belong to the rank, and the caller may be unable to load them.
         shown = {name: value for name, value in options.items() if isinstance(value, (bool, int, float, str))}
         self._connection, self._number = connection, connection.open_bar(self.total, shown)
+        self._is_open = True
 
     def __iter__(self) -> Iterator[Any]:
         try:
@@ -92,5 +96,9 @@ class Bar(tqdm):  # type: ignore[misc]
         return None
 
     def close(self) -> None:
-        self._connection.report("bar closed", self._number)
+        # Once: tqdm closes a bar again when it is garbage. Garbage may be collected while this thread sends another
+        # message, whose lock it would wait for without end.
+        if self._is_open:
+            self._is_open = False
+            self._connection.report("bar closed", self._number)
         super().close()

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from para_core.dataclass_fields import leaves_of, map_leaves
 from para_core.distributed.agreed_inputs import AgreeOnInputs
 from para_core.distributed.mesh import MeshDim
 from para_core.distributed.point_to_point import Links
@@ -30,7 +31,6 @@ from para_core.instance.slots import Slot
 from para_core.plans.current_call import allow_skipped_attention
 from para_core.plans.module_matching import parameters_of
 from para_core.plans.region import region_of
-from para_core.torch_internals import pytree
 from para_core.weights.balance import split_by_cost
 from para_core.weights.parameters import is_plain_weight, plain_tensors, put_weight, weights_of
 from para_core.weights.stack import StackedBlock
@@ -151,7 +151,7 @@ class Stages:
                 "transformer.compile_repeated_blocks(fullgraph=True)."
             )
         if torch.is_grad_enabled() and any(
-            isinstance(x, Tensor) and x.requires_grad for x in pytree.tree_leaves((args, kwargs))
+            isinstance(x, Tensor) and x.requires_grad for x in leaves_of((args, kwargs))
         ):
             raise RuntimeError(
                 f"an argument of a {original_class(module).__name__} in stages requires a gradient, and none goes "
@@ -185,9 +185,17 @@ class Stages:
     def send_from_stage(self, stage: int, tree: Any) -> Any:
         """Return ``tree`` with the tensors that it has on ``stage``, which sends them to all other stages.
 
-        Collective: all stages must call this, with tensors of equal shapes.
+        Collective: all stages must call this, with tensors of equal shapes. Tensors in dataclasses, tuples, lists
+        and dicts are found, those in other objects are not.
         """
-        return pytree.tree_map_only(Tensor, lambda x: self.links.broadcast_from(x, stage), tree)
+
+        def send(leaf: Any) -> Any:
+            if isinstance(leaf, Tensor):
+                return self.links.broadcast_from(leaf, stage)
+            return leaf
+
+        # Not pytree.tree_map_only: to it a dataclass is one leaf, of which each stage would keep its own tensors.
+        return map_leaves(send, tree)
 
     def _receive(self, inputs: list[Any], compute: Callable[[list[Any]], Any]) -> Any:
         """Run the first block of this stage with tokens from the previous stage, of the shapes of ``inputs``."""

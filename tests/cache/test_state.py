@@ -222,6 +222,9 @@ def test_reapplying_takes_effect_and_removal_restores_classes():
     assert type(pipe.scheduler).__module__.startswith("diffusers")
     assert equal(pipe(ALMOST_SAME), expected)
     remove_cache_from_pipe(pipe)  # Nothing is left to remove.
+    model = Scripted()
+    cached_model(torch.compile(model, backend="eager"))
+    assert type(remove_cache(model)) is Scripted
 
 
 def test_second_cache_or_replaced_transformer_is_refused():

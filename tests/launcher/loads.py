@@ -2,6 +2,7 @@
 
 import os
 import time
+from types import SimpleNamespace
 
 import psutil
 
@@ -15,8 +16,8 @@ def images(pipe, **arguments):
 
 
 def pids(pipe):
-    """Return the process id of each rank of a ``Steps``."""
-    return pipe.run(Steps.process, all_ranks=True)
+    """Return the process id of each rank."""
+    return pipe.run(lambda pipe: os.getpid(), all_ranks=True)
 
 
 def alive(processes):
@@ -78,23 +79,21 @@ class Steps:
     def this(self):
         return self
 
-    def process(self):
-        return os.getpid()
-
 
 def load_steps():
-    """Return a :class:`Steps` that has another inside."""
-    return Steps(Steps())
+    """Return a :class:`Steps` that has another inside, and one in the blocks of a modular pipeline."""
+    pipe = Steps(Steps())
+    pipe._blocks = SimpleNamespace(sub_blocks={"denoise": Steps()})
+    return pipe
 
 
 def all_reduce_or_raise(pipe, failing, error):
     """Raise ``error`` on the rank ``failing``, and wait for all ranks on the others."""
     import torch
-    import torch.distributed as dist
 
-    if failing in (None, dist.get_rank()):
+    if failing in (None, torch.distributed.get_rank()):
         raise error
-    dist.all_reduce(torch.ones(1))
+    torch.distributed.all_reduce(torch.ones(1))
 
 
 def load_on_a_rank(mark):

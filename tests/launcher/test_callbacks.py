@@ -1,7 +1,5 @@
 """Callbacks of the caller: what they see, what they change on all ranks, and what they cannot reach."""
 
-import os
-
 import pytest
 import torch
 from diffusers.callbacks import MultiPipelineCallbacks, PipelineCallback, SDCFGCutoffCallback
@@ -115,7 +113,7 @@ REFUSED = {
 
 
 def test_error_of_a_callback_ends_its_call_alone(flux):
-    pids = flux.run(lambda pipe: os.getpid(), all_ranks=True)
+    before = loads.pids(flux)
     for what, (use, error, message) in REFUSED.items():
         steps = []
 
@@ -126,4 +124,4 @@ def test_error_of_a_callback_ends_its_call_alone(flux):
         with pytest.raises(error, match=message):
             images(flux, callback_on_step_end=callback)
         assert steps == [0, 1], what
-    assert flux.run(lambda pipe: os.getpid(), all_ranks=True) == pids
+    assert loads.pids(flux) == before

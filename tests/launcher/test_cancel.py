@@ -8,6 +8,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import groupby
+from unittest import mock
 
 import pytest
 
@@ -15,6 +16,7 @@ from para_core import Cancelled, launch
 from para_core.fleet.engine import LaunchedRanks
 from para_core.launcher.messages import Outcome, RandomState
 from para_core.launcher.processes import RankGroup
+from para_core.launcher.steps import Bar
 from para_core.launcher.wire import Body
 from tests.launcher.loads import load_steps, pids
 
@@ -58,12 +60,8 @@ def test_cancel_inside_a_callback_ends_that_call(steps):
 def test_calls_of_threads_run_one_after_another(steps):
     seen = []
 
-    def call(number):
-        def callback(pipe, step, timestep, tensors):
-            seen.append(number)
-            return tensors
-
-        return steps(3, seconds=0.01, callback_on_step_end=callback, number=number)["number"]
+    def call(n):
+        return steps(3, seconds=0.01, number=n, callback_on_step_end=lambda *args: seen.append(n) or args[3])["number"]
 
     with ThreadPoolExecutor(4) as threads:
         assert list(threads.map(call, range(4))) == [0, 1, 2, 3]
@@ -118,6 +116,14 @@ def test_ctrl_c_while_a_job_is_sent_leaves_no_answer_to_the_next_call(steps, mon
     assert steps(1, x=2) == {"x": 2}
     steps._state.group.inbox.put((("result", 0, 0), Body.of(Outcome("of another call", RandomState()))))
     assert steps(1, x=3) == {"x": 3}
+
+
+def test_a_bar_is_closed_once():
+    connection = mock.Mock()
+    with Bar(connection, None, 1, {}) as bar:
+        bar.update()
+    bar.__del__()
+    connection.report.assert_called_once()
 
 
 def test_ranks_that_start_during_close_are_ended():

@@ -12,7 +12,6 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from para_core import RankDied, launch
 from para_core.launcher import running_call
@@ -45,10 +44,6 @@ class TwoArgumentsError(Exception):
 
 def test_exceptions_of_all_ranks_arrive_with_their_types_and_tracebacks(steps):
     def fail(pipe):
-        import threading
-
-        import torch
-
         torch.rand(3)
         raise TwoArgumentsError("one", second=2, lock=threading.Lock())
 
@@ -98,8 +93,6 @@ def test_exception_of_one_rank_frees_the_others(monkeypatch, steps, capsys):
 
 def seed_of_cuda(pipe, *unused):
     """Return the seed of CUDA's default generator on a rank, also if CUDA is not initialized there."""
-    import torch
-
     from para_core.torch_internals import queued_cuda_seed
 
     queued = queued_cuda_seed()
@@ -161,20 +154,16 @@ def test_message_that_cannot_be_read_counts_as_the_end_of_its_rank():
 
 
 def hang(pipe):
-    if dist.get_rank() == 1:
+    if torch.distributed.get_rank() == 1:
         time.sleep(600)
-    dist.all_reduce(torch.ones(1))
+    torch.distributed.all_reduce(torch.ones(1))
 
 
 def test_progress_is_waited_for_and_a_rank_that_hangs_is_named(steps, monkeypatch):
-    def callback(pipe, step, timestep, tensors):
-        time.sleep(2.5)
-        return tensors
-
     assert steps(1) == {}
     monkeypatch.setattr(steps._state, "options", replace(steps._state.options, silence=2.0))
     assert steps(5, seconds=0.6) == {}
-    assert steps(1, callback_on_step_end=callback) == {}
+    assert steps(1, callback_on_step_end=lambda *args: time.sleep(2.5) or args[3]) == {}
     message = r"(?s)no rank made progress for 2 s: rank 1 hangs.*rank 1: .* in hang"
     with pytest.raises(RankDied, match=message) as caught:
         steps.run(hang)
@@ -201,8 +190,6 @@ def test_restart_ends_a_running_call(steps):
 
 
 def load_and_exit():
-    import os
-
     if os.environ["RANK"] == "1":
         os.write(2, b"its last words\n")
         os._exit(7)

@@ -3,6 +3,7 @@
 import os
 import signal
 import socket
+import sys
 import threading
 import time
 from functools import partial
@@ -34,12 +35,14 @@ def cluster():
     cluster.shutdown()
 
 
-def test_handle_on_two_hosts_is_the_same_and_missing_room_is_named(cluster):
+def test_handle_on_two_hosts_is_the_same(cluster):
     with launch(load_steps, ranks=2, hosts=2, progress=False, env={"OWN": "1"}) as pipe:
         processes = pids(pipe)
         names = ("OWN", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE")
         environment = pipe.run(lambda pipe: [os.environ[name] for name in names], all_ranks=True)
         assert environment == [["1", "0", "1", "2"]] * 2
+        # Other users of a host can read arguments, so the secret, of 64 digits, is none of them.
+        assert max(map(len, pipe.run(lambda pipe: sys.argv))) < 64
         large = torch.arange(100_000.0)
         result = pipe(3, callback_on_step_end=lambda pipe, step, *args: {"x": args[-1]["x"] + 1}, x=large)
         assert torch.equal(result["x"], large + 3)
@@ -50,8 +53,6 @@ def test_handle_on_two_hosts_is_the_same_and_missing_room_is_named(cluster):
         assert pipe(1) == {}
         processes = pids(pipe)
     assert alive(processes) == []
-    with pytest.raises(RuntimeError, match="no 3 hosts with 1 CPUs each, only 2"):
-        launch(load_steps, ranks=3, hosts=3, progress=False)
 
 
 @pytest.mark.parametrize("error", [None, ray.exceptions.GetTimeoutError(), ray.exceptions.ActorDiedError()])
@@ -86,7 +87,8 @@ def test_connections_without_the_secret_are_refused_and_those_of_ranks_closed_af
             stranger.sendall(b"\x01" * 36)
             rank.sendall(secret[:9])
             threading.Timer(0.3, rank.sendall, [secret[9:] + number]).start()
-            hosts._accept_ranks(server, [living], secret, 10.0)[0].close()
+            with hosts._accept_ranks(server, [living], secret, 10.0)[0]._sock as connection:
+                assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
             assert stranger.recv(1) == b""
         for second, check, seconds, message in (
             (dead, 0.1, 60.0, "rank 1 ended"),

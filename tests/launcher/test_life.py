@@ -15,11 +15,11 @@ from tests.launcher.loads import alive, load_steps, pids, require_no_process
 PROGRAM = """
 import os, pathlib, sys, threading, time
 from para_core import launch
-from tests.launcher.loads import Steps, load_steps
+from tests.launcher.loads import load_steps, pids
 
 sys.path.append(pathlib.Path())  # Python ignores what is no string.
 pipe = launch(load_steps, ranks=2, progress=False)
-print(*pipe.run(Steps.process, all_ranks=True), flush=True)
+print(*pids(pipe), flush=True)
 """
 RAISE = """
 child = os.fork()

@@ -12,18 +12,14 @@ from para_core.progress import component_bytes, report_components
 
 
 @pytest.fixture
-def shown(monkeypatch):
+def shown(monkeypatch, caplog):
     """Return the texts that handlers of diffusers and accelerate show."""
     texts, handler = [], logging.Handler()
     handler.emit = lambda record: texts.append(record.getMessage())
-    loggers = {name: logging.getLogger(name) for name in ("diffusers", "accelerate")}
-    levels = {name: logger.level for name, logger in loggers.items()}
-    for logger in loggers.values():
-        monkeypatch.setattr(logger, "handlers", [handler])
-        logger.setLevel(logging.WARNING)  # A command in this process may have raised it.
-    yield texts
-    for name, level in levels.items():
-        loggers[name].setLevel(level)
+    for name in ("diffusers", "accelerate"):
+        monkeypatch.setattr(logging.getLogger(name), "handlers", [handler])
+        caplog.set_level(logging.WARNING, name)  # A command in this process may have raised it.
+    return texts
 
 
 @pytest.mark.parametrize(("lines", "components"), [(True, False), (False, True), (True, True)])
@@ -36,10 +32,16 @@ def test_warnings_of_diffusers_are_shown_once(shown, lines, components):
         diffusers.info("Loaded vae as VAE from `vae` subfolder of no/model.")
     assert shown == ["arguments are ignored"]
     assert sum("vae" in line for _, line, *_ in sent) == lines
+    # The model is on no disk, so its size is unknown.
+    assert not any("bytes" in line for _, line, *_ in sent)
 
 
-@pytest.mark.parametrize(("module", "hidden"), [("accelerate.optional", True), ("users_own", False)])
-def test_only_warnings_of_imports_are_hidden(shown, module, hidden):
+@pytest.mark.parametrize(
+    ("module", "variable", "hidden"),
+    [("accelerate.a", "OTHER", True), ("accelerate.a", "ACCELERATE_LOG_LEVEL", False), ("users_own", "OTHER", False)],
+)
+def test_only_warnings_of_imports_are_hidden(shown, monkeypatch, module, variable, hidden):
+    monkeypatch.setenv(variable, "warning")
     body = compile("import logging; logging.getLogger('accelerate.own').warning('missing')", module, "exec")
     with hide_import_warnings():
         exec(body, {"__name__": module})
