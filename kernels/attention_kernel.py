@@ -220,6 +220,8 @@ def _load_block(at, row_exists, dim_exists, SOME_ROWS: tl.constexpr, SOME_DIMS: 
     return block
 
 
+# These differ between ranks and between the steps of a ring. Triton would otherwise compile the kernel again if one
+# of them is 1 or a multiple of 16, on one rank alone, while the others wait for it.
 @triton.jit(do_not_specialize=["num_queries", "num_keys", "num_ranges", "shift"])
 def attention_kernel(
     query, key, value, mask, ranges, out_so_far, lse_so_far, key_scales, key_mean, out, lse, step_qb, step_qh, step_q,
@@ -249,6 +251,9 @@ def attention_kernel(
       of 32 keys, for which BLOCK_N is a multiple of 32. With MASK_HAS_ROWS, ``mask`` has a row for each
       query.
     - With EIGHT_BITS, key_scales is ``[B, H_kv, S_k]`` and key_mean ``[B, H_kv, D_END]``, float32, contiguous.
+
+    Nothing checks that BLOCK_N keys of a head, or its values, lie within 2³¹ elements, 4 GiB in 16 bits: offsets
+    inside a tile are int32.
     """
     num_tiles = tl.cdiv(num_queries, BLOCK_M)
     tile = tl.program_id(0) % num_tiles
@@ -264,6 +269,7 @@ def attention_kernel(
     row_exists = (rows < num_queries)[:, None]
 
     value_dims = tl.arange(0, V)
+    # tl.arange refuses an empty range, so without a second block this is any range, which nothing reads.
     more_v = V + tl.arange(0, V_REST if V_REST > 0 else V)
     lse_rows = (sample * HEADS + head) * num_queries + rows
     # Load the partial result before the queries, so that both can pass through the same shared memory, one

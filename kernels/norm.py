@@ -4,7 +4,7 @@ The statistics take two launches: one for chunks of each group, and one that mer
 keeps a running mean and the sum of squared deviations from this mean (Welford). Threads, then chunks, and in
 the third launch ranks, are merged in two passes: first the mean of all their means, weighted by their numbers
 of elements, then the squared deviations around it. So numbers far from zero do not lose precision. There are
-no atomics, so the order of additions depends on the shape only. The third launch normalizes; each of its
+no atomics, so the order of additions depends on shape and strides only. The third launch normalizes; each of its
 programs merges the statistics of all ranks. Each element is read twice and written once.
 
 Called by :mod:`para_core.spatial.norm` only, as ``load_kernel("norm")``. Tests:
@@ -30,6 +30,8 @@ BLOCKS_PER_CHUNK = 16
 MOST_CHANNELS = 32
 
 
+# num_chunks, and num_blocks below, change with the number of rows, and no load gets faster if one of them is 1 or a
+# multiple of 16, so Triton must not compile a kernel for that. With size it may: wide loads need to know its divisor.
 @triton.jit(do_not_specialize=["num_chunks"])
 def moments_kernel(
     x, parts, size, channels, num_chunks, groups, batch_step, group_step, channel_step, step,
@@ -116,7 +118,6 @@ def normalize_kernel(
     of_all = (tl.num_programs(0) // (num_blocks * tiles)) * groups
     first = tl.load(of_ranks + of_all + group, mask=exists, other=0.0)
     mean = tl.zeros((CHANNELS,), tl.float32)
-    # The statistics of a rank without rows must be finite, although its share is 0: 0 times infinity is NaN.
     for rank in range(RANKS):
         share = tl.load(shares + rank)
         mean += share * (tl.load(of_ranks + (2 * rank + 1) * of_all + group, mask=exists, other=0.0) - first)
@@ -147,6 +148,8 @@ def moments(x: Tensor, groups: int) -> Tensor:
     x = with_one_stride(x)
     batch, per_group = x.shape[0], x.shape[1] // groups
     statistics = x.new_empty(2, batch, groups, dtype=torch.float32)
+    # A launch needs a program. No rank is without rows (require_rows of para_core/spatial/rules.py), so these are no
+    # samples, or images without a column.
     if not x.numel():
         return statistics.zero_()
     batch_step, channel_step, step, size = _steps(x)
@@ -201,7 +204,7 @@ def normalize(
     batch_step, channel_step, step, size = _steps(x)
     channels_per_tile = 1
     if step != 1:
-        # Channels are neighbours in memory.
+        # The elements of a channel are apart in memory, so its neighbours there are those of other channels.
         channels_per_tile = min(x.shape[1], MOST_CHANNELS)
     block = tile_of(channels_per_tile)
     tiles = triton.cdiv(x.shape[1], block["CHANNELS"])

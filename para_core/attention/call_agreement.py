@@ -6,8 +6,8 @@ the size and the properties of their mask (:class:`MaskRecord`). From this all r
 all ranks alone, never from this rank's tensors: otherwise one rank would raise and the others wait for it in
 a collective.
 
-:class:`~para_core.attention.mesh_attention.MeshAttention` calls these functions, in a graph or with
-``assume_equal`` none of them; the modes use the error messages. Tests: tests/attention/test_inputs.py,
+:class:`~para_core.attention.mesh_attention.MeshAttention` calls these functions, except in a graph or with
+``assume_equal``, where ranks exchange nothing. The modes use the error messages. Tests: tests/attention/test_inputs.py,
 tests/attention/test_mask_rows.py and tests/modes/test_unified.py.
 """
 

@@ -76,6 +76,9 @@ def query_rows(layout: SequenceLayout, mesh: SequenceMesh) -> list[Run]:
 # argument ``after`` that every operator of define_collective has. A function and its ``_shape`` return tensors of
 # equal shapes and strides; test_results_have_the_traced_shapes compares them.
 #
+# Each returns clones, because the result of a custom operator must not be a view of its input, which it would be if
+# nothing is exchanged.
+#
 # All use ``ordered_ulysses`` and not ``ulysses``, because the user's functions get indices of the sequence. The Ulysses
 # exchange comes first. After it, a rank holds for its heads what its group holds, and ``spec.keys`` is the layout of
 # these parts on the ranks of the ring. So the exchange over the ring comes second, and first in the backward.
@@ -92,7 +95,6 @@ def _enter(query: Tensor, key: Tensor, value: Tensor, *call: Any) -> tuple[Tenso
         query, key, value = plan.ordered_ulysses.enter((query, key, value))
     if plan.ring.rotates:
         key, value = (gather(x, 2, plan.spec.keys, plan.ring.dim) for x in (key, value))
-    # Return copies, because the result of a custom operator must not be a view of its input.
     return *[x.clone(memory_format=torch.contiguous_format) for x in (query, key, value)], done(query)
 
 

@@ -14,6 +14,7 @@ from decimal import Decimal
 from functools import partial
 from importlib import import_module
 from math import ceil
+from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 from para_core.attention.option import AttentionOption
@@ -36,7 +37,7 @@ class KeptKeys(AttentionOption):
             keys are kept.
 
     Raises:
-        ValueError: If ``share`` or ``window`` is out of range.
+        ValueError: If ``share`` or ``window`` is no such number.
     """
 
     share: float
@@ -50,17 +51,14 @@ class KeptKeys(AttentionOption):
     needs_all_ranks = True
 
     def __post_init__(self) -> None:
-        if (
-            isinstance(self.share, bool)
-            or not isinstance(self.share, (int, float))
-            or not 0 < self.share <= 1
-        ):
+        share: Any = self.share  # For mypy, which takes no float for a Real.
+        if isinstance(share, bool) or not isinstance(share, Real) or not 0 < share <= 1:
             raise ValueError(
                 f"share is {self.share!r}; expected the share of the keys to keep, 0 < share <= 1."
             )
         if isinstance(self.window, bool) or not isinstance(self.window, int) or self.window < 1:
             raise ValueError(f"window is {self.window!r}; expected a positive number of observed queries.")
-        # Equal options must have equal JSON, and the one of 1 is not the one of 1.0.
+        # Equal options must have equal JSON, and the one of 1 is not the one of 1.0. A number of NumPy has none.
         object.__setattr__(self, "share", float(self.share))
 
     @property

@@ -40,9 +40,10 @@ class AttentionSpec:
 
     :class:`~para_core.attention.attention_plan.AttentionPlan` derives the communication from it.
     ``key_layout`` is the same object as ``query_layout`` if keys are sharded like queries: other code
-    compares them by identity, because a comparison of symbolic lengths would add guards. ``num_heads`` and
-    its divisor ``num_kv_heads`` are over all ranks. ``options_text`` is ``options.as_text()``, written before
-    tracing, because Dynamo would treat numbers as variables.
+    compares them by identity, because a comparison of symbolic lengths would add guards. For the same reason
+    specs are compared by identity (``eq=False``). ``num_heads`` and its divisor ``num_kv_heads`` are over all
+    ranks. ``options_text`` is ``options.as_text()``, written before tracing, because Dynamo would treat numbers
+    as variables.
     """
 
     query_layout: SequenceLayout

@@ -177,16 +177,15 @@ class Tiling:
         ]
 
     def split(self, x: Tensor) -> list[Tensor]:
-        """Split ``x`` along its queries, dim 2, into one tensor per piece; ``x`` itself if dim 2 has size 1.
+        """Split ``x`` along its queries, dim 2, into one tensor per piece; with one row for all queries, ``x`` itself
+        for each piece.
 
         The parts are views, because the gradient adds to them in place. ``x`` has rows of these queries only:
         a mask with rows of other queries is cut before.
         """
         lengths = [length for _, length in self.pieces]
-        if x.shape[2] == 1 and lengths != [1]:
+        if x.shape[2] == 1 or len(lengths) == 1:
             return [x] * len(lengths)
-        if len(lengths) == 1:
-            return [x]
         return list(x.split_with_sizes(lengths, 2))
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:

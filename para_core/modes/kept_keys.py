@@ -48,4 +48,4 @@ class SparseKVAttnMode(UnifiedAttnMode):
         window: int = 64,
         **options: Any,
     ) -> None:
-        super().__init__(mesh, kept_keys=KeptKeys(float(share), window), **options)
+        super().__init__(mesh, kept_keys=KeptKeys(share, window), **options)

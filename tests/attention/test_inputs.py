@@ -3,6 +3,7 @@
 import re
 import warnings
 from functools import partial
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -221,6 +222,7 @@ def refuse():
     distributed = DTensor.from_local(q, mesh["ulysses"], [Replicate()])
     module = torch.nn.MultiheadAttention(8, 4, batch_first=True)
     x = torch.randn(2, 6, 8)
+    in_autocast = torch.autocast("cpu", torch.bfloat16)  # It casts tensors before they are checked.
     for assume_equal in (False, True):
         attend = partial(unified_attention, mesh=mesh, assume_equal=assume_equal)
         with torch.no_grad(), UnifiedAttnMode(mesh, assume_equal=assume_equal) as mode:
@@ -230,6 +232,7 @@ def refuse():
                 r"key is a DTensor.*x\.to_local\(\)": lambda: mode.attend(SdpaCall(q, distributed, v)),
                 r"value.* list": lambda: mode.attend(SdpaCall(q, k, [1.0])),
                 r"attn_mask is a list": lambda: mode.attend(SdpaCall(q, k, v, [1.0])),
+                r"query is a NoneType": in_autocast(lambda: mode.attend(SdpaCall(None, k, [1.0]))),
                 r"scale is 'large'": lambda: mode.attend(SdpaCall(q, k, v, scale="large")),
                 r"attn_mask is a nested tensor": lambda: mode.attend(SdpaCall(q, k, v, padded)),
                 r"attn_mask is a nested tensor; ": partial(attend, q, k, v, padded),
@@ -238,13 +241,12 @@ def refuse():
             }
             if not assume_equal:
                 rows["need_weights=False"] = lambda: module(x, x, x, need_weights=mesh.get_rank() == 1)
+                fails = mock.patch("para_core.attention.call_agreement.describe_rows", side_effect=RuntimeError("GPU"))
+                on_one = fails if mesh.get_rank() == 1 else lambda call: call
+                rows["GPU"] = on_one(lambda *_: sdpa(q, k, v, torch.ones(1, 12)))
             for message, call in rows.items():
-                with pytest.raises((TypeError, ValueError), match=message):
+                with pytest.raises((TypeError, ValueError, RuntimeError), match=message):
                     call()
-            # Autocast casts tensors before they are checked.
-            for tensors, message in (((None, k, v), "query is a NoneType"), ((q, k, [1.0]), "value is a list")):
-                with torch.autocast("cpu", torch.bfloat16), pytest.raises(TypeError, match=message):
-                    mode.attend(SdpaCall(*tensors))
     with pytest.raises(ValueError, match=r"dropout_p=0\.3 "), BatchParallelAttnMode(dist.group.WORLD) as cp:
         part = cp.shard(x, dim=0)
         torch.nn.MultiheadAttention(8, 2, dropout=0.3, batch_first=True).train()(part, part, part)

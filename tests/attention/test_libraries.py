@@ -20,6 +20,7 @@ from tests.attention import fake_libraries
 from tests.attention.cases import CAUSAL, cpu_mesh
 from tests.attention.fake_libraries import PLACES, flash_attn_3, flash_attn_4, libraries_installed, sageattn
 from tests.attention.one_device import make_qkv, relative_error
+from tests.kernels.attention_cases import by_formula
 
 WRAPPED = {
     "FlashAttention-3": lambda: flash_attention_3(flash_attn_3),
@@ -41,24 +42,21 @@ def test_attention_of_another_library_equals_sdpa(name):
         tensors = make(queries, keys)
         out, lse = WRAPPED[name]()(*tensors, **options)
         assert relative_error(out, F.scaled_dot_product_attention(*tensors, **options)) < 1e-5, (queries, keys)
-        scores = tensors[0] @ tensors[1].mT * options.get("scale", tensors[0].shape[-1] ** -0.5)
-        if options.get("is_causal"):
-            scores = scores.masked_fill(~torch.ones(queries, keys, dtype=torch.bool).tril(), -torch.inf)
-        assert torch.allclose(lse, scores.logsumexp(-1), atol=1e-5), (queries, keys)
-
-
-def test_options_are_passed_on():
-    kernel = mock.Mock(side_effect=sageattn)
-    sage_attention(kernel, smooth_k=False)(*make_qkv(13, 2, seed=0))
-    assert kernel.call_args.kwargs["smooth_k"] is False
+        assert torch.allclose(lse, by_formula(*tensors, **options)[1].float(), atol=1e-5), (queries, keys)
+    with pytest.raises(ValueError, match="7 queries and 13 keys"):
+        WRAPPED[name]()(*make(7, 13), is_causal=True)
 
 
 def test_library_is_imported_without_a_function(monkeypatch):
     module = ModuleType("sageattention")
     monkeypatch.setitem(sys.modules, "sageattention", module)
-    module.sageattn = sageattn
+    module.sageattn = kernel = mock.create_autospec(sageattn, side_effect=sageattn)
     tensors = make(13, 13)
-    assert relative_error(sage_attention()(*tensors)[0], F.scaled_dot_product_attention(*tensors)) < 1e-5
+    with mock.patch.object(library, "signature", wraps=library.signature) as read:
+        for _ in range(2):  # As a backend does in each call.
+            out, _ = sage_attention(smooth_k=False)(*tensors)
+    assert relative_error(out, F.scaled_dot_product_attention(*tensors)) < 1e-5
+    assert read.call_count == 1 and kernel.call_args.kwargs["smooth_k"] is False
     module.sageattn = lambda q, k, v, is_causal=False, sm_scale=None, smooth_k=True: q  # As before 2.1.1.
     with pytest.raises(ImportError, match=r"2\.1\.1"):
         sage_attention()

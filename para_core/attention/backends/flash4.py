@@ -25,7 +25,8 @@ def flash_attention_4(function: Callable[..., Any] | None = None, **options: Any
         options: Keyword arguments of the kernel, such as ``pack_gqa=True``.
 
     Returns:
-        A function that returns ``(out, lse)``. It accepts no mask.
+        A function that returns ``(out, lse)``. It accepts no mask, and ``is_causal`` only for as many keys as
+        queries.
 
     Raises:
         ImportError: The library is not installed.

@@ -1,13 +1,14 @@
 """Attention of other libraries, which para_core does not install: functions that their backends share.
 
-:mod:`.flash3`, :mod:`.flash4` and :mod:`.sage` are the backends that use them. Tests:
-tests/attention/test_libraries.py, with stand-ins for the libraries.
+:mod:`.flash3`, :mod:`.flash4` and :mod:`.sage` are the backends that use them;
+:mod:`para_core.attention.backend_selection` calls :func:`check_mask_and_lengths` for PyTorch's FlashAttention, too.
+Tests: tests/attention/test_libraries.py, with stand-ins for the libraries.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import lru_cache, partial
 from importlib import import_module
 from inspect import signature
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -21,7 +22,7 @@ from para_core.attention.local_call import LocalAttentionCall
 if TYPE_CHECKING:
     from para_core.attention.local import AttnFunc
 
-# What the libraries' kernels support.
+# The dtypes and devices that the libraries' kernels support. Tests replace both.
 LIBRARY_DTYPES = (torch.float16, torch.bfloat16)
 LIBRARY_DEVICES = ("cuda",)
 
@@ -60,9 +61,17 @@ def import_kernel(library: Library) -> Callable[..., Any]:
 
 def lse_arguments(kernel: Callable[..., Any], library: Library) -> dict[str, Any]:
     """Return the keyword argument that makes ``kernel`` return lse, as ``{name: True}``; empty if it has none."""
-    if library.lse_argument in signature(kernel).parameters:
+    if library.lse_argument in _parameter_names(kernel):
         return {library.lse_argument: True}
     return {}
+
+
+@lru_cache(maxsize=16)
+def _parameter_names(kernel: Callable[..., Any]) -> frozenset[str]:
+    """Return the names of the parameters of ``kernel``. They are kept, because a backend asks in each call, and
+    reading a signature takes the host longer than launching the kernel.
+    """
+    return frozenset(signature(kernel).parameters)
 
 
 def flash_attn_func(
@@ -76,7 +85,8 @@ def flash_attn_func(
         options: More keyword arguments of the kernel.
 
     Returns:
-        A function that raises ``RuntimeError`` if the kernel returns no lse, and ``ValueError`` for a mask.
+        A function that raises ``RuntimeError`` if the kernel returns no lse, and ``ValueError`` for a call that
+        :func:`check_call` refuses.
 
     Raises:
         ImportError: The library is not installed.
@@ -94,7 +104,7 @@ def flash_attn_func(
         is_causal: bool = False,
         scale: float | None = None,
     ) -> tuple[Tensor, Tensor]:
-        check_no_mask(library, attn_mask)
+        check_call(library, query, key, attn_mask, is_causal=is_causal)
         # The library takes [B, S, H, D]. Most models' tensors have this memory layout, so transposing costs
         # no copy.
         result = kernel(
@@ -113,8 +123,15 @@ def flash_attn_func(
     return attn_func
 
 
-def check_no_mask(library: Library, mask: Tensor | None) -> None:
-    """Raise ``ValueError`` if there is a mask."""
+def check_call(library: Library, query: Tensor, key: Tensor, mask: Tensor | None, *, is_causal: bool) -> None:
+    """Raise ``ValueError`` for a call of a function for ``attn_func=`` with a mask, or a causal one with unequal
+    numbers of queries and keys, which the libraries would compute unlike SDPA (:func:`check_mask_and_lengths`).
+    """
+    if is_causal and query.shape[-2] != key.shape[-2]:
+        raise ValueError(
+            f"{library.name} takes is_causal for as many keys as queries; these are {query.shape[-2]} queries and "
+            f"{key.shape[-2]} keys. Call scaled_dot_product_attention inside a mode, which splits such a call."
+        )
     if mask is not None:
         raise ValueError(
             f"{library.name} takes no attn_mask, and this call has one of {list(mask.shape)}. Leave attn_func out for "
@@ -129,7 +146,7 @@ def check_mask_and_lengths(
     keys.
 
     Unlike SDPA, the backends for which this is called align the last query of a causal call with the last
-    key.
+    key, or compute no such call.
     """
     if masked:
         raise RuntimeError(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from para_core.attention.backends.library import Library, check_no_mask, import_kernel, library_backend
+from para_core.attention.backends.library import Library, check_call, import_kernel, library_backend
 
 if TYPE_CHECKING:
     from para_core.attention.local import AttnFunc
@@ -38,8 +38,8 @@ def sage_attention(function: Callable[..., Any] | None = None, **options: Any) -
     Returns:
         A function that returns ``(out, lse)``, with lse ``[B, H, S_q]`` as the natural logarithm of the sum
         of the exponentials of the scores, by which a ring merges; the library undoes what ``smooth_k``
-        subtracts. It accepts no mask, and ignores ``dropout_p``: a call over ranks with dropout is refused
-        before.
+        subtracts. It accepts no mask, ``is_causal`` only for as many keys as queries, and ignores
+        ``dropout_p``: a call over ranks with dropout is refused before.
 
     Raises:
         ImportError: The library is not installed.
@@ -56,7 +56,7 @@ def sage_attention(function: Callable[..., Any] | None = None, **options: Any) -
         is_causal: bool = False,
         scale: float | None = None,
     ) -> tuple[Tensor, Tensor]:
-        check_no_mask(LIBRARY, attn_mask)
+        check_call(LIBRARY, query, key, attn_mask, is_causal=is_causal)
         result: tuple[Tensor, Tensor] = kernel(
             query,
             key,

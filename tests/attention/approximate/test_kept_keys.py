@@ -116,3 +116,9 @@ def test_options_survive_their_json_and_take_another_share():
         AttnOptions.of(kept_keys=0.5)
     with pytest.raises(ValueError, match="block_mask and kept_keys"):
         BlockSparseAttnMode(one_rank("cpu"), torch.ones(1, 1).bool(), block_size=4, kept_keys=KeptKeys(0.5))
+
+
+@pytest.mark.parametrize(("share", "window"), [(0, 64), (1.5, 64), (True, 64), (None, 64), (0.5, 0), (0.5, True)])
+def test_bad_shares_and_windows_are_refused(share, window):
+    with pytest.raises(ValueError, match=rf"share is {share}; .*<= 1|window is {window}; "):
+        SparseKVAttnMode(one_rank("cpu"), share=share, window=window)
