@@ -52,7 +52,7 @@ class KeptKeys(AttentionOption):
 
     def __post_init__(self) -> None:
         share: Any = self.share  # For mypy, which takes no float for a Real.
-        if isinstance(share, bool) or not isinstance(share, Real) or not 0 < share <= 1:
+        if isinstance(share, bool) or not isinstance(share, Real) or not 0 < float(share) <= 1:
             raise ValueError(
                 f"share is {self.share!r}; expected the share of the keys to keep, 0 < share <= 1."
             )
