@@ -1,8 +1,8 @@
 """The type ``Adapter``: how one transformer class of diffusers is sharded and cached.
 
 ``adapters/models`` has a value for each supported class, and users pass their own as ``adapter=``;
-``registry.py`` finds the one for a model. Only ``text`` is validated here: whether another field fits depends on
-the model. Autoencoders and UNets have types of their own (``adapters/vae/families.py``,
+``registry.py`` finds the one for a model. Only ``text`` is validated here: whether another field fits depends
+on the model. Autoencoders and UNets have types of their own (``adapters/vae/families.py``,
 ``adapters/models/unets.py``). Tests: tests/adapters/test_transformers.py; of the blocks
 tests/cache/test_pipelines.py, of the tensor plans tests/weights/test_tensor.py.
 """

@@ -121,9 +121,9 @@ def _choose_default_mesh(device_type: str, owner: Any, weights: str | None) -> M
     if choose is None:
         return MeshChoice(1, 1, ranks, "nothing predicts another mesh: all ranks are on ulysses")
     on_host = ranks_per_host()
-    # Ranks may have different GPUs, and would predict differently. On other devices the choice follows from the
-    # arguments alone, so each rank makes it by itself, and ``choose`` must be deterministic. The ranks of PyTorch's
-    # fake backend, which has one process, can send nothing.
+    # Ranks may have different GPUs, and would predict differently. On other devices the choice follows from
+    # the arguments alone, so each rank makes it by itself, and ``choose`` must be deterministic. The ranks of
+    # PyTorch's fake backend, which has one process, can send nothing.
     rank_0_chooses = device_type == "cuda" and dist.get_backend() != "fake"
     if not rank_0_chooses:
         return choose(owner, ranks, device_type, on_host, weights)

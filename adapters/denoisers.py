@@ -1,7 +1,7 @@
 """Kinds of denoisers that are no transformers. A kind is a file that nobody imports, and a line of ``KINDS``.
 
-``registry.py``, all rooms of ``adapters`` and ``fleet/encode_first.py`` ask here for the denoisers of a pipeline and
-for what is particular to their kind. The only kind is in ``adapters/vae/unet.py``. Tests:
+``registry.py``, all rooms of ``adapters`` and ``fleet/encode_first.py`` ask here for the denoisers of a
+pipeline and for what is particular to their kind. The only kind is in ``adapters/vae/unet.py``. Tests:
 tests/spatial/test_unet_pipelines.py.
 """
 
@@ -68,12 +68,12 @@ class DenoiserKind:
         make_run: Returns the handler of its calls.
         why_no_stages: Why its blocks cannot be distributed over stages.
         pipelines: Names of the pipelines with such a denoiser, for messages, by the name of its class.
-        check_components: Returns whether the components of a pipeline that is not loaded yet, classes by name,
-            contain a denoiser of this kind. Raises ``TypeError``, which names the pipeline, if its class is
-            not supported.
+        check_components: Returns whether the components of a pipeline that is not loaded yet, classes by
+            name, contain a denoiser of this kind. Raises ``TypeError``, which names the pipeline, if its
+            class is not supported.
         check_parallelize: ``check_parallelize(owner, module, mesh)`` runs the checks of the kind before
-            ``module`` is parallelized. ``owner`` is its pipeline, or ``module`` itself; ``mesh`` is None until
-            it is known.
+            ``module`` is parallelized. ``owner`` is its pipeline, or ``module`` itself; ``mesh`` is None
+            until it is known.
         check_parallel_call: ``check_parallel_call(module, name, called)`` runs those before each parallel
             call. ``name`` is that in messages, and ``called`` the object that the pipeline calls.
         check_cache: ``check_cache(owner, module)`` runs those before a cache is applied.

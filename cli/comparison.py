@@ -70,8 +70,8 @@ def make_reference(recipe: Recipe, request: Request) -> Reference:
         pixels = _generate(pipe, request)
         with _changing_rounding(pipe):
             rounding = pixel_error(_generate(pipe, request), pixels)
-        # The pixels are float32, which cannot represent a smaller relative change. Pixels that are not finite give
-        # infinity, which JSON cannot express. They fail by their error, so any number will do.
+        # The pixels are float32, which cannot represent a smaller relative change. Pixels that are not finite
+        # give infinity, which JSON cannot express. They fail by their error, so any number will do.
         reference = Reference(pixels, min(max(rounding, torch.finfo(torch.float32).eps), 1.0))
         del pipe
     gc.collect()

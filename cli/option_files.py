@@ -108,8 +108,8 @@ def read_option_files_only(context: typer.Context, values: Sequence[str] | None)
 def options_in_files(arguments: Sequence[str]) -> list[str]:
     """Return ``--name`` for each key of the files of options in a command line.
 
-    By these `app.py` finds that an error message is about an option that a file has set. A file that cannot be
-    read adds none: its own error is that of :func:`read_option_files`.
+    By these `app.py` finds that an error message is about an option that a file has set. A file that cannot
+    be read adds none: its own error is that of :func:`read_option_files`.
     """
     values = [value for argument, value in pairwise(arguments) if argument == "--config"]
     values += [argument.partition("=")[2] for argument in arguments if argument.startswith("--config=")]

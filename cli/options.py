@@ -330,8 +330,9 @@ def option_of_field(name: str) -> str:
     return "--" + _OPTION_NAMES.get(name, name).replace("_", "-")
 
 
-# Messages about an argument begin with its name, and those about a field of a request have "field 'NAME'". A message
-# in another form keeps its words, and its command ends with the exit code of a failure instead of a wrong option.
+# Messages about an argument begin with its name, and those about a field of a request have "field 'NAME'". A
+# message in another form keeps its words, and its command ends with the exit code of a failure instead of a
+# wrong option.
 _SUBJECT_PATTERN = re.compile(r"^(?P<argument>\w+)(?= (is|are|has) )|\bfield '(?P<field>\w+)'")
 
 

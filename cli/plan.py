@@ -154,7 +154,8 @@ def _is_published(model: str, pipeline: str | None, configs: str | None) -> bool
     if configs is not None or path.exists() or path.suffix in (SAFETENSORS, GGUF):
         return False
     if "/" not in model:
-        # Neither a file or folder nor a repository, so an unknown name is best compared with the published ones.
+        # Neither a file or folder nor a repository, so an unknown name is best compared with the published
+        # ones.
         return True
     try:
         find_published(model)

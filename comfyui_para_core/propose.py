@@ -121,8 +121,8 @@ def _make_small_copy(base: Any, cls: type) -> nn.Module:
 
 
 def make_example(model: nn.Module, inputs: Mapping[str, Any], height: int, width: int) -> dict[str, Any]:
-    """Return ``inputs`` with random latents of ``height × width`` patches in place of tensors with the size of
-    the latent. Arguments that ``forward`` does not take are left out.
+    """Return ``inputs`` with random latents of ``height × width`` patches in place of tensors with the size
+    of the latent. Arguments that ``forward`` does not take are left out.
 
     Raises:
         ValueError: The first argument is not a latent, ``[B, C, length]`` or ``[B, C, ..., H, W]``.

@@ -1,8 +1,8 @@
 """The diffusion model on one rank, loaded by ComfyUI's own loader and run over all ranks.
 
-`ranks` makes a :class:`RankModel` in each process and calls its methods; ComfyUI's process uses nothing of this
-file. Here are also what a cached block needs around it (:func:`keep_inputs_of_blocks`), and what calls must
-share to run with one proposed plan (:func:`forms_of`). Tests: tests/comfyui/test_pack.py.
+`ranks` makes a :class:`RankModel` in each process and calls its methods; ComfyUI's process uses nothing of
+this file. Here are also what a cached block needs around it (:func:`keep_inputs_of_blocks`), and what calls
+must share to run with one proposed plan (:func:`forms_of`). Tests: tests/comfyui/test_pack.py.
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ class RankModel:
 
     def patch(self, patches: dict[str, Any]) -> None:
         """Load the weights of the file, with ``patches`` applied by ComfyUI's own code."""
-        # Parts of weights cannot be patched. Whole ones still have the patches of an earlier call of this method,
-        # to which these would be added.
+        # Parts of weights cannot be patched. Whole ones still have the patches of an earlier call of this
+        # method, to which these would be added.
         if self.shards_weights and (self.state is not State.LOADED or self.patcher.patches):
             self._read_file()
         self._apply_patches(patches)
@@ -123,8 +123,8 @@ class RankModel:
         ``begins_generation`` says whether this is the first call of a generation.
         """
         inputs = move_tensors(arguments, self.patcher.load_device)
-        # Tensors made in inference mode cannot be changed in place outside of it, and the cache and FSDP2 keep
-        # some between calls. Without inference mode, no_grad must disable gradients.
+        # Tensors made in inference mode cannot be changed in place outside of it, and the cache and FSDP2
+        # keep some between calls. Without inference mode, no_grad must disable gradients.
         with torch.inference_mode(False), torch.no_grad():
             if self.state is not State.PARALLEL or self._is_other_form(inputs):
                 self._parallelize(inputs)
@@ -182,7 +182,8 @@ class RankModel:
         collective call.
         """
         if self.state is not State.LOADED:
-            # Not all changes can be undone or made twice, such as sharding weights or the hooks of the blocks.
+            # Not all changes can be undone or made twice, such as sharding weights or the hooks of the
+            # blocks.
             self._read_file_and_patch()
         settings = self.settings
         adapter: Adapter | None = None
@@ -203,8 +204,9 @@ class RankModel:
             mesh = init_context_parallel_mesh(device, **sizes)
             parallelize_transformer(self.model, mesh=mesh, adapter=adapter)
         if settings.cache and adapter is not None and adapter.blocks is not None:
-            # The cache warns of hooks that it does not know. This one changes nothing that it sees. The filter stays
-            # for the whole process, which runs this model alone, because the cache warns in later calls.
+            # The cache warns of hooks that it does not know. This one changes nothing that it sees. The
+            # filter stays for the whole process, which runs this model alone, because the cache warns in
+            # later calls.
             warnings.filterwarnings(
                 "ignore", message=f".*{_copy_inputs.__name__}", category=ForeignCodeWarning
             )

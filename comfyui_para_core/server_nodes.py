@@ -128,7 +128,8 @@ def _fields(inputs: dict[str, Any]) -> dict[str, Any]:
 
     Raise RuntimeError if ``more`` is no JSON object, or sets a field that another input sets. The server
     refuses a field that has another name there, such as ``num_inference_steps``. Fields that are set later,
-    because the node relies on them, replace those of ``more``: ``output_format``, ``stream`` and ``progress``.
+    because the node relies on them, replace those of ``more``: ``output_format``, ``stream`` and
+    ``progress``.
     """
     width, height, more = inputs.pop("width"), inputs.pop("height"), inputs.pop("more", "")
     fields = {name: value for name, value in inputs.items() if value or name not in (*_OPTIONAL, "strength")}
@@ -166,8 +167,8 @@ def _progress() -> Callable[[int, int | None], None]:
 
 
 def _encode(images: Tensor) -> str:
-    """Return the first of ``images``, ``[N, H, W, 3]`` from 0 to 1, as a PNG in a ``data:`` URL. Warn of others,
-    which are not sent.
+    """Return the first of ``images``, ``[N, H, W, 3]`` from 0 to 1, as a PNG in a ``data:`` URL. Warn of
+    others, which are not sent.
     """
     if len(images) > 1:
         logger.warning("para_core: only the first of %d images or masks is sent.", len(images))

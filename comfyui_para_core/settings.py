@@ -17,8 +17,8 @@ _DIMS = ("ring", "ulysses")
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of a model on ranks. :meth:`of` checks them. The fields are plain values, because they are pickled for
-    the ranks, which make the same settings of them.
+    """Settings of a model on ranks. :meth:`of` checks them. The fields are plain values, because they are
+    pickled for the ranks, which make the same settings of them.
 
     Args:
         ranks: Number of processes.

@@ -151,8 +151,8 @@ def build(recipe: Recipe, encode_first: EncodeFirst | None = None) -> Any:
 
 
 def _can_load_parts(recipe: Recipe) -> bool:
-    """Whether :func:`from_pretrained_sharded` loads the model: a classical pipeline in a folder or repository,
-    without LoRAs, which need whole weights.
+    """Whether :func:`from_pretrained_sharded` loads the model: a classical pipeline in a folder or
+    repository, without LoRAs, which need whole weights.
 
     This relies on :func:`select_pipeline` and the recipe: a single file always has a ``config``, and a folder
     without the index of a modular pipeline is one of a classical pipeline.
@@ -219,8 +219,8 @@ def _show_checks() -> None:
     """Print on stderr what checks of calls find (``verify``), which commands otherwise hide with the messages
     of libraries.
 
-    The checks run in later calls of the pipeline, so this process keeps these settings until it ends. A rank has
-    one pipeline, and ``quiet`` has already set the logging and the warnings of its whole process.
+    The checks run in later calls of the pipeline, so this process keeps these settings until it ends. A rank
+    has one pipeline, and ``quiet`` has already set the logging and the warnings of its whole process.
     """
     for module in CHECKS.values():
         # All modules of the check's package log below the name of the package.

@@ -103,8 +103,8 @@ class EncodeFirst:
         call: Calls a pipeline for a list of requests: :func:`~para_core.fleet.work.call_pipe`, which cannot
             be imported here, because its module imports :mod:`~para_core.fleet.build`, and that one this
             module.
-        max_bytes: A batch ends when the outputs of text encoders exceed this size, 4 GiB by default. Each rank
-            of a host keeps as many.
+        max_bytes: A batch ends when the outputs of text encoders exceed this size, 4 GiB by default. Each
+            rank of a host keeps as many.
     """
 
     def __init__(self, call: Callable[[Any, Sequence[Request]], Any], max_bytes: int = 4 * 2**30) -> None:

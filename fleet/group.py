@@ -323,6 +323,7 @@ async def _wait_for_answers(refs: Sequence[Any]) -> list[list[Answer]]:
             if not task.done():
                 task.cancel()
             elif not task.cancelled():
-                # If two ranks died, only the first was raised. Asyncio reports exceptions that nobody has read.
+                # If two ranks died, only the first was raised. Asyncio reports exceptions that nobody has
+                # read.
                 task.exception()
     return [task.result() for task in tasks]

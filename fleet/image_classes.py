@@ -12,8 +12,9 @@ from typing import Any
 
 from para_core.fleet.pipeline_info import PipelineInfo
 
-# Ends of the keys of diffusers' tables that name the checkpoints of a family that begin from an image: "flux" is
-# FLUX.1-dev, and "flux-kontext" FLUX.1-Kontext. Other ends are left out on purpose: "anyflow-far" takes a video.
+# Ends of the keys of diffusers' tables that name the checkpoints of a family that begin from an image: "flux"
+# is FLUX.1-dev, and "flux-kontext" FLUX.1-Kontext. Other ends are left out on purpose: "anyflow-far" takes a
+# video.
 _EDITING_SUFFIXES = ("kontext", "edit", "edit-plus", "layered", "i2v")
 # The words that a class name has in addition if the class takes an image, for families that the tables lack:
 # HunyuanVideoPipeline, HunyuanVideoImageToVideoPipeline.
@@ -85,8 +86,8 @@ def _denoiser_classes(pipeline: type | None) -> list[Any]:
 
 
 # The fields in which clients send an image: those of OpenAI's API, and the arguments of pipelines. Unlike
-# pipeline_info.py, which asks the signature of a pipeline that takes images, this is for one that takes none, so
-# the list has what clients would send to another.
+# pipeline_info.py, which asks the signature of a pipeline that takes images, this is for one that takes none,
+# so the list has what clients would send to another.
 _IMAGE_FIELDS = (
     "image",
     "images",

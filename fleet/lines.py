@@ -52,8 +52,8 @@ class LineRun:
     write: Callable[[Line, Result], None]
     shown: LineDisplay
     debug: bool = False
-    # By their numbers, lines that have ended: the reasons of those that failed, and the others. A line is in one
-    # of the two at most, and run begins again with the lines that are in neither.
+    # By their numbers, lines that have ended: the reasons of those that failed, and the others. A line is in
+    # one of the two at most, and run begins again with the lines that are in neither.
     _problems: dict[int, str] = field(default_factory=dict, init=False)
     _done: set[int] = field(default_factory=set, init=False)
 
@@ -76,8 +76,8 @@ class LineRun:
         return [Problem(number, reason) for number, reason in sorted(self._problems.items())]
 
     def _generate(self, line: Line) -> None:
-        """Generate ``line``, write its result, and note that it is done or why it failed. Raise RankDied if ranks
-        end, and what ``write`` raises.
+        """Generate ``line``, write its result, and note that it is done or why it failed. Raise RankDied if
+        ranks end, and what ``write`` raises.
         """
         self.shown.begin(line.number, line.request.fields.get("num_inference_steps"))
         result: Result | EncodingFailed | None = None

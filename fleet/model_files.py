@@ -29,8 +29,8 @@ ENCODER_WEIGHTS = {
 }
 # Prefixes of weights that only a checkpoint of a whole pipeline has: those of VAEs and of text encoders.
 _PREFIXES_OF_PIPELINES = ("first_stage_model.", "vae.", "cond_stage_model.", "conditioner.", "text_encoders.")
-# Part of the names of weights that only a LoRA has: those of diffusers and peft (also older ones: to_q_lora.down), of
-# kohya-ss, XLabs (proj_lora1.down) and LyCORIS.
+# Part of the names of weights that only a LoRA has: those of diffusers and peft (also older ones:
+# to_q_lora.down), of kohya-ss, XLabs (proj_lora1.down) and LyCORIS.
 _LORA = re.compile(r"(^|[._])(lora|lycoris|lokr|hada)(_|\d*\.)")
 # Bytes of the header of a safetensors file. A file of another kind has a random length there, which must not
 # be read.
@@ -214,8 +214,8 @@ SingleFile = Literal["pipeline", "denoiser"]
 
 
 def kind_of_file(path: str) -> SingleFile:
-    """Return whether a single file has the weights of a whole pipeline or of its denoiser (a transformer or UNet)
-    alone.
+    """Return whether a single file has the weights of a whole pipeline or of its denoiser (a transformer or
+    UNet) alone.
 
     Only the header of a .safetensors file is read. Every .gguf file is taken for a denoiser.
 
@@ -242,8 +242,8 @@ def kind_of_file(path: str) -> SingleFile:
 
 
 def weight_names(path: str) -> list[str]:
-    """Return the names of the weights in the header of a safetensors file: an 8-byte length, then that many bytes of
-    JSON.
+    """Return the names of the weights in the header of a safetensors file: an 8-byte length, then that many
+    bytes of JSON.
 
     Raises:
         ValueError: The header is damaged.

@@ -21,8 +21,8 @@ FORMATS: Mapping[OutputKind, tuple[str, ...]] = {
     "image": ("png", "jpg", "webp"),
     "video": ("mp4", "gif", "webp"),
 }
-# Largest side in pixels of a file that the encoder of its format accepts: x264, libwebp, libjpeg, and 16 bits in
-# a GIF. A PNG has no such limit.
+# Largest side in pixels of a file that the encoder of its format accepts: x264, libwebp, libjpeg, and 16 bits
+# in a GIF. A PNG has no such limit.
 _LARGEST_SIDES = {"mp4": 16384, "webp": 16383, "jpg": 65500, "gif": 65535}
 
 
@@ -137,8 +137,9 @@ def _encode(frames: Sequence[Any], delivery: Delivery) -> bytes:
 
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "video.mp4"
-            # By default frames are stretched to multiples of 16, and the file had another size than the result.
-            # The encoder itself needs even sides, because its pixels share colors in squares of 2 × 2.
+            # By default frames are stretched to multiples of 16, and the file had another size than the
+            # result. The encoder itself needs even sides, because its pixels share colors in squares of 2 ×
+            # 2.
             export_to_video(list(frames), str(path), fps=delivery.fps, macro_block_size=2)
             return path.read_bytes()
     encoder = delivery.format_.upper()

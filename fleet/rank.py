@@ -99,8 +99,8 @@ class Rank:
     ) -> list[Result | EncodingFailed] | None:
         """Run requests with the same ``batch_key`` as one call of the pipeline.
 
-        Return the results on the first rank of the pipeline's mesh, with EncodingFailed in place of those that
-        cannot be encoded, and None on others. Numbers of finished steps and partial images are pushed to
+        Return the results on the first rank of the pipeline's mesh, with EncodingFailed in place of those
+        that cannot be encoded, and None on others. Numbers of finished steps and partial images are pushed to
         ``link``. Raise Cancelled if ``link`` of the first rank says so after a step, and ValueError if the
         LoRA of the requests cannot be loaded.
         """

@@ -58,8 +58,8 @@ class RankActor:
         # other threads: those of the group CONTROL.
         self._steps_done: dict[str, int] = {}  # of running requests, by id
         self._cancelled: set[str] = set()  # ids
-        # Of running requests, by id: progress may ask for a request whose call has not begun, and must not get
-        # the images of the one before it.
+        # Of running requests, by id: progress may ask for a request whose call has not begun, and must not
+        # get the images of the one before it.
         self._previews: dict[str, list[Output]] = {}
 
     def open_store(self, host: str) -> int:
@@ -74,8 +74,8 @@ class RankActor:
         """Connect to the other ranks at the address of :meth:`open_store`, and load the pipeline. A
         collective call, after which :class:`Rank` may be used.
         """
-        # Ray's workers inherit the variables of a launcher that has started Ray. A Ray actor sees one GPU, with
-        # index 0, and with the launcher's LOCAL_RANK init_device_mesh would select another.
+        # Ray's workers inherit the variables of a launcher that has started Ray. A Ray actor sees one GPU,
+        # with index 0, and with the launcher's LOCAL_RANK init_device_mesh would select another.
         for name in list(os.environ):
             if is_set_by_launcher(name):
                 del os.environ[name]

@@ -58,8 +58,8 @@ def connect(cpus: int, *, debug: bool) -> bool:
 
 
 def _join(here: Mapping[str, Any], options: Mapping[str, Any]) -> None:
-    """Connect to the running cluster with ``options``, which are not those of a new one. If it has ended, start
-    one with the options ``here``. Raises what :func:`connect` raises.
+    """Connect to the running cluster with ``options``, which are not those of a new one. If it has ended,
+    start one with the options ``here``. Raises what :func:`connect` raises.
     """
     try:
         ray.init(**options)

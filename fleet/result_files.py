@@ -37,8 +37,8 @@ _SPARE_BYTES = 64 * 2**20  # of disk space that stay free beside the estimate
 _TEMPORARY_BYTES = 4  # of randomness in the name of a temporary file, which has two characters for each
 # A valid beginning of a file name: no folder, and no character that a file system refuses.
 _NAME_PATTERN = re.compile(r"[^\W.][^\\/:*?\"<>|\x00-\x1f\x7f]*")
-# Bytes of such a beginning. File systems take names of 255; a number, a suffix and what makes the name of a temporary
-# file follow.
+# Bytes of such a beginning. File systems take names of 255; a number, a suffix and what makes the name of a
+# temporary file follow.
 _MOST_NAME_BYTES = 200
 
 
@@ -247,8 +247,8 @@ def _add_texts(png: bytes, **texts: str) -> bytes:
 
 def write_atomically(path: Path, data: bytes) -> None:
     """Write ``data`` to ``path``, so that a crash at any moment leaves either the old or the new contents."""
-    # Not by mkstemp, whose files only their owner may read: the umask, which any new file has, can be read only
-    # by setting it, for all threads.
+    # Not by mkstemp, whose files only their owner may read: the umask, which any new file has, can be read
+    # only by setting it, for all threads.
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(_TEMPORARY_BYTES)}")
     try:
         with temporary.open("xb") as file:
@@ -266,8 +266,8 @@ def write_atomically(path: Path, data: bytes) -> None:
 def delete_temporary_files(folder: Path, name: str) -> None:
     """Delete what a killed process has left of :func:`write_atomically` in a folder of results.
 
-    ``name`` is a regular expression of the results' names, without suffix. No other process may be writing such
-    results there.
+    ``name`` is a regular expression of the results' names, without suffix. No other process may be writing
+    such results there.
     """
     formats = "|".join(("json", *_BYTES_PER_PIXEL))
     pattern = re.compile(rf"\.{name}(-\d+)?\.({formats})\.\w{{{2 * _TEMPORARY_BYTES}}}")
@@ -278,8 +278,8 @@ def delete_temporary_files(folder: Path, name: str) -> None:
 
 @contextmanager
 def lock_folder(folder: Path) -> Iterator[None]:
-    """Lock ``folder`` inside this context against other ``para_core generate`` of this machine. Delete their leftover
-    temporary files.
+    """Lock ``folder`` inside this context against other ``para_core generate`` of this machine. Delete their
+    leftover temporary files.
 
     On a file system without locks, nothing is locked and nothing deleted.
 

@@ -85,8 +85,8 @@ def _tiles(
             scores = -scores
 
         if MASK == "none" and not COMPARED:
-            # Every query sees every key, so no score is -inf, and the scale, which is not negative (NEGATIVE),
-            # can be applied to the maximum and in the exponent.
+            # Every query sees every key, so no score is -inf, and the scale, which is not negative
+            # (NEGATIVE), can be applied to the maximum and in the exponent.
             new_peak = tl.maximum(peak, tl.max(scores, 1) * row_scale)
             weights = tl.exp2(scores * scale - new_peak[:, None])
             shrink = tl.exp2(peak - new_peak)
@@ -165,8 +165,8 @@ def _round_queries(x, x_rest, mean, score_scale, D: tl.constexpr, D_REST: tl.con
         x_rest = x_rest.to(tl.float32)
         largest = tl.maximum(largest, tl.max(tl.abs(x_rest), 1))
         lost += tl.sum(x_rest * tl.load(mean + more, mask=more < D_END, other=0.0)[None, :], 1)
-    # An integer cannot be NaN. If a row is not finite, ``lost`` is infinite or NaN, so 0 · lost is NaN, and adding
-    # it makes the row's scale NaN.
+    # An integer cannot be NaN. If a row is not finite, ``lost`` is infinite or NaN, so 0 · lost is NaN, and
+    # adding it makes the row's scale NaN.
     step = tl.maximum(largest, 1e-30) / 127 + 0.0 * lost
     x = to_int8(x / step[:, None])
     if D_REST > 0:
@@ -220,8 +220,8 @@ def _load_block(at, row_exists, dim_exists, SOME_ROWS: tl.constexpr, SOME_DIMS: 
     return block
 
 
-# These differ between ranks and between the steps of a ring. Triton would otherwise compile the kernel again if one
-# of them is 1 or a multiple of 16, on one rank alone, while the others wait for it.
+# These differ between ranks and between the steps of a ring. Triton would otherwise compile the kernel again
+# if one of them is 1 or a multiple of 16, on one rank alone, while the others wait for it.
 @triton.jit(do_not_specialize=["num_queries", "num_keys", "num_ranges", "shift"])
 def attention_kernel(
     query, key, value, mask, ranges, out_so_far, lse_so_far, key_scales, key_mean, out, lse, step_qb, step_qh, step_q,
@@ -252,8 +252,8 @@ def attention_kernel(
       query.
     - With EIGHT_BITS, key_scales is ``[B, H_kv, S_k]`` and key_mean ``[B, H_kv, D_END]``, float32, contiguous.
 
-    Nothing checks that BLOCK_N keys of a head, or its values, lie within 2³¹ elements, 4 GiB in 16 bits: offsets
-    inside a tile are int32.
+    Nothing checks that BLOCK_N keys of a head, or its values, lie within 2³¹ elements, 4 GiB in 16 bits:
+    offsets inside a tile are int32.
     """
     num_tiles = tl.cdiv(num_queries, BLOCK_M)
     tile = tl.program_id(0) % num_tiles

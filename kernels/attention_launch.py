@@ -122,8 +122,8 @@ def launch_kernel(
     d, d_rest = split_head_dim(head_dim, least=least_block)
     v, v_rest = split_head_dim(value.shape[-1])
     # Config.split_values says why some GPUs need two blocks of values. Values that are two blocks already
-    # (v_rest > 0) stay so: the kernel reads no third one, and the first is then at most 128 wide, the block_m of
-    # those GPUs.
+    # (v_rest > 0) stay so: the kernel reads no third one, and the first is then at most 128 wide, the block_m
+    # of those GPUs.
     if config.split_values and v > config.block_m and v_rest == 0:
         v = v_rest = v // 2
     # Without an earlier result the kernel reads none, so its strides may be any.
@@ -137,8 +137,9 @@ def launch_kernel(
         step_ranges, num_ranges = _strides(key_ranges)[0], key_ranges.shape[1]
     grid = (triton.cdiv(num_queries, config.block_m) * heads * batch,)
     with torch.cuda.device_of(query):
-        # Tensors, strides and numbers are passed by position, in the order of the signature in attention_kernel.py:
-        # whoever changes one must change the other. Names would cost time in each launch.
+        # Tensors, strides and numbers are passed by position, in the order of the signature in
+        # attention_kernel.py: whoever changes one must change the other. Names would cost time in each
+        # launch.
         attention_kernel[grid](
             query, key, value, mask, key_ranges, out_so_far, lse_so_far, key_scales, key_mean, out, lse,
             *steps_q, *steps_k, *steps_v, *steps_mask, step_ranges, *steps_s, *steps_o,
@@ -196,8 +197,8 @@ def _strides(x: Tensor) -> list[int]:
 
 
 def split_head_dim(dim: int, *, least: int = 16) -> tuple[int, int]:
-    """Split a head dim into one or two blocks, powers of 2 of at least ``least``, by default the smallest that
-    ``tl.dot`` takes. The second is smaller, or 0 for none.
+    """Split a head dim into one or two blocks, powers of 2 of at least ``least``, by default the smallest
+    that ``tl.dot`` takes. The second is smaller, or 0 for none.
 
     >>> [split_head_dim(dim) for dim in (8, 64, 80, 96, 120, 192)]
     [(16, 0), (64, 0), (64, 16), (64, 32), (128, 0), (128, 64)]

@@ -50,8 +50,9 @@ def attention(
             disjoint, within S_k, and sees the keys ``start <= j < end`` of each. See
             :func:`ranges_of_lengths`.
         scale: Scale of the scores; ``1 / sqrt(D)`` if None.
-        so_far: ``out`` ``[B, H, S_q, D_v]``, of any float dtype, and ``lse`` ``[B, H, S_q]``, float32, over other
-            keys. The library's ``out`` is float32, but in the dtype of ``query`` after a block without keys.
+        so_far: ``out`` ``[B, H, S_q, D_v]``, of any float dtype, and ``lse`` ``[B, H, S_q]``, float32, over
+            other keys. The library's ``out`` is float32, but in the dtype of ``query`` after a block without
+            keys.
         out_dtype: Dtype of ``out``; that of ``query`` if None. Use float32 if another call continues from the
             result.
 

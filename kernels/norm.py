@@ -4,8 +4,8 @@ The statistics take two launches: one for chunks of each group, and one that mer
 keeps a running mean and the sum of squared deviations from this mean (Welford). Threads, then chunks, and in
 the third launch ranks, are merged in two passes: first the mean of all their means, weighted by their numbers
 of elements, then the squared deviations around it. So numbers far from zero do not lose precision. There are
-no atomics, so the order of additions depends on shape and strides only. The third launch normalizes; each of its
-programs merges the statistics of all ranks. Each element is read twice and written once.
+no atomics, so the order of additions depends on shape and strides only. The third launch normalizes; each of
+its programs merges the statistics of all ranks. Each element is read twice and written once.
 
 Called by :mod:`para_core.spatial.norm` only, as ``load_kernel("norm")``. Tests:
 tests/kernels/test_small_kernels.py and test_compiled.py.
@@ -30,8 +30,9 @@ BLOCKS_PER_CHUNK = 16
 MOST_CHANNELS = 32
 
 
-# num_chunks, and num_blocks below, change with the number of rows, and no load gets faster if one of them is 1 or a
-# multiple of 16, so Triton must not compile a kernel for that. With size it may: wide loads need to know its divisor.
+# num_chunks, and num_blocks below, change with the number of rows, and no load gets faster if one of them is
+# 1 or a multiple of 16, so Triton must not compile a kernel for that. With size it may: wide loads need to
+# know its divisor.
 @triton.jit(do_not_specialize=["num_chunks"])
 def moments_kernel(
     x, parts, size, channels, num_chunks, groups, batch_step, group_step, channel_step, step,
@@ -148,8 +149,8 @@ def moments(x: Tensor, groups: int) -> Tensor:
     x = with_one_stride(x)
     batch, per_group = x.shape[0], x.shape[1] // groups
     statistics = x.new_empty(2, batch, groups, dtype=torch.float32)
-    # A launch needs a program. No rank is without rows (require_rows of para_core/spatial/rules.py), so these are no
-    # samples, or images without a column.
+    # A launch needs a program. No rank is without rows (require_rows of para_core/spatial/rules.py), so these
+    # are no samples, or images without a column.
     if not x.numel():
         return statistics.zero_()
     batch_step, channel_step, step, size = _steps(x)

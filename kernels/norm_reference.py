@@ -22,9 +22,9 @@ def moments(x: Tensor, groups: int) -> Tensor:
         (``correction=0``).
     """
     if x.dtype not in (torch.float32, torch.float64):
-        # In float32, because var_mean of 16 bits rounds its results to these, and E[x²] - E[x]² loses the variance
-        # of numbers far from zero. One group at a time, to need no float32 copy of the input; a compiler makes
-        # none.
+        # In float32, because var_mean of 16 bits rounds its results to these, and E[x²] - E[x]² loses the
+        # variance of numbers far from zero. One group at a time, to need no float32 copy of the input; a
+        # compiler makes none.
         parts = [x]
         if not torch.compiler.is_compiling():
             parts = list(x.chunk(groups, 1))

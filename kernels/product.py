@@ -106,8 +106,8 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
     ``x`` is copied only if it is not contiguous, or does not begin at a multiple of 16 bytes. Both are copied
     if K is no multiple of the tile's block, 64 in 16 bits and 16 in float32. The backward uses products of
-    PyTorch, whose bits may depend on the number of rows. Forward-mode AD would lose tangents. The caller passes
-    tensors of one device, which is not checked.
+    PyTorch, whose bits may depend on the number of rows. Forward-mode AD would lose tangents. The caller
+    passes tensors of one device, which is not checked.
 
     Raises:
         TypeError: If the dtypes differ or are not supported.
@@ -119,8 +119,8 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    """Raise ``TypeError`` or ``ValueError`` if the kernel does not support the dtypes or shapes of these tensors.
-    Devices are not compared.
+    """Raise ``TypeError`` or ``ValueError`` if the kernel does not support the dtypes or shapes of these
+    tensors. Devices are not compared.
     """
     tensors = [x, weight] if bias is None else [x, weight, bias]
     if x.dtype not in PRODUCT_DTYPES or any(y.dtype != x.dtype for y in tensors):
@@ -188,8 +188,8 @@ def _in_blocks(x: Tensor, weight: Tensor, block: int) -> tuple[Tensor, Tensor]:
 
     The address of ``x`` is a multiple of 16. Triton compiles another kernel for others, and a rank's part may
     have one that the whole tensor has not. It is copied, so that both run the same code. The weight and the
-    bias keep their addresses: torch allocates on a GPU at multiples of 16, and a view of a weight has the same
-    offset on each rank, so all ranks run the same code for it.
+    bias keep their addresses: torch allocates on a GPU at multiples of 16, and a view of a weight has the
+    same offset on each rank, so all ranks run the same code for it.
     """
     rows = x.reshape(prod(x.shape[:-1]), x.shape[-1])
     missing = -x.shape[-1] % block

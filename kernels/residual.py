@@ -27,7 +27,8 @@ NUM_WARPS = 4
 # Elements that a program holds at once. In 16-bit dtypes a thread then loads 8 elements, 16 bytes, of each
 # tensor.
 BLOCK = 1024
-# Number of blocks that a program sums one after the other. tests/simulated_gpu/install.py replaces both numbers.
+# Number of blocks that a program sums one after the other. tests/simulated_gpu/install.py replaces both
+# numbers.
 BLOCKS_PER_CHUNK = 16
 MOST_RESIDUALS = 3  # The x, y and z of forecast_kernel.
 

@@ -4,8 +4,8 @@ dicts.
 A field is named by its path: ``"video.x"`` is the field ``x`` of the argument ``video``. A dataclass that is
 also a mapping, such as a ``ModelOutput`` of diffusers, counts as a mapping.
 
-Plans, pipeline stages, comparisons and ``adapters/propose/`` reach into arguments and outputs by this; a cache
-has its own (:mod:`para_core.cache.streams`). Tests: tests/test_dataclasses.py.
+Plans, pipeline stages, comparisons and ``adapters/propose/`` reach into arguments and outputs by this; a
+cache has its own (:mod:`para_core.cache.streams`). Tests: tests/test_dataclasses.py.
 """
 
 from __future__ import annotations
@@ -125,8 +125,8 @@ def leaves_of(value: Any) -> list[Any]:
 
 
 def leaf_kinds(value: Any) -> tuple[Any, ...]:
-    """Return the shape and dtype of each tensor among the leaves of ``value``, each bool and string, and the type of
-    all else, such as the number of a step. Calls are told apart by these kinds of their arguments.
+    """Return the shape and dtype of each tensor among the leaves of ``value``, each bool and string, and the
+    type of all else, such as the number of a step. Calls are told apart by these kinds of their arguments.
     """
     kinds: list[Any] = []
     for leaf in leaves_of(value):

@@ -5,8 +5,8 @@ para_core.doctor``. Rank 0 prints a table, and with --output writes it as JSON. 
 reported as broken, with its error, and the next check runs. Each check is a collective call.
 """
 
-# ``para_core doctor`` (cli/doctor.py) calls examine_machine. The docstring above is the text of --help. The report is
-# in doctor_report.py. Tests: tests/test_doctor.py.
+# ``para_core doctor`` (cli/doctor.py) calls examine_machine. The docstring above is the text of --help. The
+# report is in doctor_report.py. Tests: tests/test_doctor.py.
 
 from __future__ import annotations
 

@@ -37,7 +37,8 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Whether an allocation failed, on the device or on the host."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
-    # "CUDA error: out of memory" is that of pinned host memory, for example; the others are those of the host.
+    # "CUDA error: out of memory" is that of pinned host memory, for example; the others are those of the
+    # host.
     return isinstance(error, RuntimeError) and _says(
         error, ("error: out of memory", "not enough memory", "can't allocate")
     )

@@ -79,7 +79,8 @@ class LiveTensors:
 
         If its data never came, because the call failed, it is filled with NaN, or 0 if its dtype has no NaN.
         """
-        # A view holds its base, and swap_tensors refuses a tensor that another one holds, so begin with the last.
+        # A view holds its base, and swap_tensors refuses a tensor that another one holds, so begin with the
+        # last.
         live = list(self._live)[::-1]
         # Drop the weak references, because swap_tensors refuses tensors that have any.
         self._live.clear()
@@ -91,8 +92,8 @@ class LiveTensors:
                 if x.is_floating_point() or x.is_complex():
                     fill = float("nan")
                 value = torch.full(x.shape, fill, dtype=x.dtype, device=x.device)
-            # If the user holds a weak reference to the tensor, it cannot be swapped. It remains a lazy tensor,
-            # and gets this data.
+            # If the user holds a weak reference to the tensor, it cannot be swapped. It remains a lazy
+            # tensor, and gets this data.
             if weakref.getweakrefs(x):
                 x.source = _PresentData(self, value)
             else:
@@ -134,8 +135,9 @@ class LazyTensor(Tensor):
         source.live.add(lazy)
         return lazy
 
-    # The methods below read data without the dispatcher, so __torch_dispatch__ does not intercept them. A lazy
-    # tensor itself has no memory: its own data_ptr() is 0, and whoever reads DLPack from it reads from there.
+    # The methods below read data without the dispatcher, so __torch_dispatch__ does not intercept them. A
+    # lazy tensor itself has no memory: its own data_ptr() is 0, and whoever reads DLPack from it reads from
+    # there.
 
     def data_ptr(self) -> int:
         return self.source.value().data_ptr()
@@ -194,8 +196,8 @@ def _ready_value(x: LazyTensor) -> Tensor:
 
 
 def materialize(tree: Any) -> Any:
-    """Return ``tree``, nested containers and dataclasses, with each lazy tensor replaced by its data; ``tree``
-    itself if there is none. Waits for the data; may be a collective call.
+    """Return ``tree``, nested containers and dataclasses, with each lazy tensor replaced by its data;
+    ``tree`` itself if there is none. Waits for the data; may be a collective call.
     """
     if not any(isinstance(x, LazyTensor) for x in leaves_of(tree)):
         return tree

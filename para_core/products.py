@@ -67,8 +67,8 @@ class TritonProducts(TorchFunctionMode):
 
 
 def _check_can_run(x: Tensor) -> None:
-    """Raise ``RuntimeError`` if the kernel does not run on the device of ``x``, or not in forward-mode AD. The
-    kernel itself refuses the CPU.
+    """Raise ``RuntimeError`` if the kernel does not run on the device of ``x``, or not in forward-mode AD.
+    The kernel itself refuses the CPU.
     """
     if x.is_cuda and triton_support.load_kernel("product", x.device) is None:
         raise RuntimeError(
@@ -111,7 +111,8 @@ def _read_linear(input: Any, weight: Any, bias: Any = None) -> Operands | None:
     return input, weight, bias
 
 
-# The functions below have the parameters of the function of torch that they read, and return as _read_linear does.
+# The functions below have the parameters of the function of torch that they read, and return as _read_linear
+# does.
 
 
 def _read_matmul(input: Any, other: Any, **others: Any) -> Operands | None:

@@ -1,8 +1,8 @@
 """Names of torch functions, and which of them compute elementwise.
 
-A mode that follows something through a model, such as which rows a tensor has, knows functions by these names:
-:mod:`para_core.spatial.rules` for rows of images, :mod:`para_core.attention.mask_rows` for rows of masks. Tests:
-tests/spatial/test_functions.py and tests/attention/test_mask_rows.py.
+A mode that follows something through a model, such as which rows a tensor has, knows functions by these
+names: :mod:`para_core.spatial.rules` for rows of images, :mod:`para_core.attention.mask_rows` for rows of
+masks. Tests: tests/spatial/test_functions.py and tests/attention/test_mask_rows.py.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ Function = Callable[..., Any]
 _NOT_IN_PLACE = ("__invert__", "__index__", "__int__", "__iter__")
 
 # Functions of one tensor whose result has an element for each of its elements. Of other tensors they read the
-# dtype or the device. The names are those of name_of: F.logsigmoid is a C function that is called log_sigmoid.
+# dtype or the device. The names are those of name_of: F.logsigmoid is a C function that is called
+# log_sigmoid.
 OF_ONE = """
     to type_as float double half bfloat16 int long short char byte bool cfloat cdouble cpu cuda clone contiguous
     detach requires_grad data.__get__ conj resolve_conj resolve_neg real.__get__ imag.__get__ real imag angle
@@ -39,8 +40,9 @@ OF_SEVERAL = """
 def name_of(func: Function) -> str:
     """Return the name by which a torch function is known, for example ``add`` for ``Tensor.__iadd__``.
 
-    ``add_`` and ``__iadd__`` have the name of ``add``. The conversion ``bool(x)`` reads a value, and has another
-    name than ``x.bool()``: ``__bool__``. An overload keeps its own name behind a dot, such as ``add.Tensor``.
+    ``add_`` and ``__iadd__`` have the name of ``add``. The conversion ``bool(x)`` reads a value, and has
+    another name than ``x.bool()``: ``__bool__``. An overload keeps its own name behind a dot, such as
+    ``add.Tensor``.
     """
     name: str = getattr(getattr(func, "func", func), "__name__", str(func))
     if name in ("__get__", "__set__"):
@@ -56,8 +58,8 @@ def name_of(func: Function) -> str:
 def is_in_place(func: Function) -> bool:
     """Whether ``func`` writes to its first argument, by the convention of torch's names.
 
-    False for assignments (``x[i] = y``, ``x.data = y``), which return nothing, and for calls with ``out=``: whoever
-    must know these too asks for them, as :mod:`para_core.attention.mask_rows` does.
+    False for assignments (``x[i] = y``, ``x.data = y``), which return nothing, and for calls with ``out=``:
+    whoever must know these too asks for them, as :mod:`para_core.attention.mask_rows` does.
     """
     name = getattr(func, "__name__", "").partition(".")[0]
     if name.endswith("__"):

@@ -164,8 +164,8 @@ def group_named(name: str) -> ProcessGroup:
 
 @contextmanager
 def registered_group_names(groups: Mapping[str, ProcessGroup]) -> Iterator[None]:
-    """Let functional collectives find ``groups``, which torch.distributed has not made, by name inside the ``with``
-    block.
+    """Let functional collectives find ``groups``, which torch.distributed has not made, by name inside the
+    ``with`` block.
     """
     c10d: Any = torch._C._distributed_c10d
     with ExitStack() as stack:
@@ -335,9 +335,9 @@ def is_in_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
 
 
-# Returns the innermost torch.autograd.graph.saved_tensors_hooks; None if none is set. With the argument True also
-# while autograd traces, as in a backward of a graph. If a checkpoint made these hooks, a cell of
-# their closure contains a CheckpointFrame.
+# Returns the innermost torch.autograd.graph.saved_tensors_hooks; None if none is set. With the argument True
+# also while autograd traces, as in a backward of a graph. If a checkpoint made these hooks, a cell of their
+# closure contains a CheckpointFrame.
 top_saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 CheckpointFrame = torch.utils.checkpoint._CheckpointFrame
 
@@ -413,8 +413,8 @@ without_side_effect_checks = torch._dynamo.utils._disable_side_effect_safety_che
 nonstrict_trace: Callable[[Callable[..., Any]], Callable[..., Any]] = torch._dynamo.nonstrict_trace
 # torch.compile sets these attributes: the first on the module that it returns, the second on a module
 # compiled in place, and the third on a compiled function. The value of the third is the bound method that was
-# compiled, or (torch 2.15) a function. The fourth is on the module that it returns, and holds the settings, as
-# compile_context returns them.
+# compiled, or (torch 2.15) a function. The fourth is on the module that it returns, and holds the settings,
+# as compile_context returns them.
 ORIGINAL_MODULE = "_orig_mod"
 COMPILED_CALL = "_compiled_call_impl"
 ORIGINAL_CALLABLE = "_torchdynamo_orig_callable"

@@ -2,8 +2,8 @@
 
 The kernels are in ``kernels/``, each with a plain reference. Operators load theirs by :func:`load_kernel`:
 :mod:`para_core.attention.merge`, ``pack_ops`` and ``swap`` there, :mod:`para_core.cache.residual_operators`,
-:mod:`para_core.spatial.norm` and :mod:`para_core.products`. The backends of attention import theirs without it,
-and refuse a call instead. Tests: tests/kernels/test_old_gpus.py, tests/test_products.py.
+:mod:`para_core.spatial.norm` and :mod:`para_core.products`. The backends of attention import theirs without
+it, and refuse a call instead. Tests: tests/kernels/test_old_gpus.py, tests/test_products.py.
 """
 
 from __future__ import annotations

@@ -44,9 +44,9 @@ def wrap_callbacks(
     """Replace each callback in ``kwargs`` by ``run(callback, *args, **kwargs)`` inside the ``with`` block.
 
     ``kwargs`` are those of a pipeline's call; callbacks are those whose names contain ``callback``, such as
-    ``prior_callback_on_step_end``. Yields the keyword arguments to call the pipeline with. ``slot`` is the slot
-    of a callback that is an object. A callback that the user passes by position, after some twenty arguments,
-    runs unwrapped.
+    ``prior_callback_on_step_end``. Yields the keyword arguments to call the pipeline with. ``slot`` is the
+    slot of a callback that is an object. A callback that the user passes by position, after some twenty
+    arguments, runs unwrapped.
 
     >>> given = {"prior_callback_on_step_end": print, "prompt": "a cat"}
     >>> with wrap_callbacks(given, Slot.CACHE, lambda callback, *args: callback("checked:", *args)) as kwargs:
@@ -70,8 +70,8 @@ def wrap_callbacks(
 def _run_method(
     run: Callable[..., Any], call: Callable[..., Any], callback: object, /, *args: Any, **kwargs: Any
 ) -> Any:
-    """Return ``run(function, *args, **kwargs)``, where ``function`` runs the method ``call`` of ``callback``, so that
-    ``run`` gets the arguments that it gets for a callback that is a function.
+    """Return ``run(function, *args, **kwargs)``, where ``function`` runs the method ``call`` of ``callback``,
+    so that ``run`` gets the arguments that it gets for a callback that is a function.
     """
     return run(partial(call, callback), *args, **kwargs)
 

@@ -44,11 +44,11 @@ def describe_loras_of_model(name: str, model: nn.Module) -> dict[str, Any]:
     """Return settings and weights of the LoRAs of ``model``, by names for messages; nothing if it has none.
 
     The settings are a text: active, fused and scaled adapters. The weights are a digest on their device, so
-    this does not wait for it. LoRA weights that are sharded or on "meta" (offloaded by accelerate, or of other
-    stages) are left out, because not every rank could compare these. With stages the LoRA weights of blocks are
-    therefore compared only among the ranks of one stage. The weights of the model itself, into which a LoRA may
-    be fused, are not compared here. The copies of whole modules that a LoRA has (``modules_to_save``) count as
-    its weights.
+    this does not wait for it. LoRA weights that are sharded or on "meta" (offloaded by accelerate, or of
+    other stages) are left out, because not every rank could compare these. With stages the LoRA weights of
+    blocks are therefore compared only among the ranks of one stage. The weights of the model itself, into
+    which a LoRA may be fused, are not compared here. The copies of whole modules that a LoRA has
+    (``modules_to_save``) count as its weights.
     """
     layers = [*lora_layers(model), *_copied_modules(model)]
     if not layers:
@@ -90,8 +90,8 @@ def _copied_modules(model: nn.Module) -> list[Any]:
 
 
 def lora_weights(model: nn.Module) -> list[nn.Parameter]:
-    """Return the parameters of all LoRAs of ``model``, without the weights of the layers that they adapt and without
-    their copies of whole modules (``modules_to_save``).
+    """Return the parameters of all LoRAs of ``model``, without the weights of the layers that they adapt and
+    without their copies of whole modules (``modules_to_save``).
     """
     return _weights_of(lora_layers(model))
 

@@ -42,7 +42,8 @@ class SchedulerTracker:
     """
 
     def __init__(self) -> None:
-        # Whether a pipeline runs inside follow(). The owners of a tracker read it: otherwise there is no step.
+        # Whether a pipeline runs inside follow(). The owners of a tracker read it: otherwise there is no
+        # step.
         self.active = False
         # The key is unique, because a pipeline may have several trackers, which wrap the same scheduler.
         self._name = str(id(self))

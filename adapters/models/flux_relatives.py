@@ -46,8 +46,8 @@ def _joint_tensor_plan(gated: bool = False) -> TensorPlan:
             **dict.fromkeys((f"{double}.{name}.net.0.proj" for name in ("ff", "ff_context")), hidden),
             **linears(single, columns=heads),
             f"{single}.proj_mlp": hidden,
-            # proj_out reads attention output, as wide as its own output, then hidden units. Each part is sharded
-            # separately.
+            # proj_out reads attention output, as wide as its own output, then hidden units. Each part is
+            # sharded separately.
             f"{single}.proj_out": Linear("rowwise", parts_from="out_features"),
         },
         heads=(f"{double}.attn", f"{single}.attn"),

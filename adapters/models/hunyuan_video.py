@@ -1,8 +1,8 @@
 """Adapters of HunyuanVideo (text- and image-to-video), FramePack and HunyuanVideo 1.5.
 Written for diffusers 0.42.
 
-In all three text stays whole on every rank, after the video. They differ in where positions and masks are made.
-Tests: tests/adapters/test_transformers.py (``-k hunyuan``).
+In all three text stays whole on every rank, after the video. They differ in where positions and masks are
+made. Tests: tests/adapters/test_transformers.py (``-k hunyuan``).
 """
 
 from para_core.adapters.adapter import Adapter
@@ -14,12 +14,12 @@ from para_core.weights.tensor_plan import Linear, TensorPlan
 VIDEO, POSITIONS = Split(dim=1, segment="video"), Split(dim=0, like="video")
 # Text comes last and is replicated, so the masks that the model makes for the full sequence remain correct.
 JOINT_ORDER = ("video", "text")
-# The number of tokens of the first frame, which image-to-video by token replacement modulates differently. Blocks of
-# text-to-video do not have this parameter, and the rule does nothing there.
+# The number of tokens of the first frame, which image-to-video by token replacement modulates differently.
+# Blocks of text-to-video do not have this parameter, and the rule does nothing there.
 FIRST_FRAME: dict[str | int, ShardRule] = {"num_tokens": FirstTokens("video")}
 
-# HunyuanVideo and FramePack have the same blocks. HunyuanVideo 1.5 has no single ones, but the names in its double
-# blocks and in its refiner are the same; patterns that match nothing are ignored.
+# HunyuanVideo and FramePack have the same blocks. HunyuanVideo 1.5 has no single ones, but the names in its
+# double blocks and in its refiner are the same; patterns that match nothing are ignored.
 _REFINER = "context_embedder.token_refiner.refiner_blocks.*"
 HUNYUAN_VIDEO_TENSOR = TensorPlan(
     linears={
@@ -33,8 +33,8 @@ HUNYUAN_VIDEO_TENSOR = TensorPlan(
             rows=["attn.to_out.0", "attn.to_add_out", "ff.net.2", "ff_context.net.2"],
         ),
         **linears("single_transformer_blocks.*", columns=["attn.to_q", "attn.to_k", "attn.to_v", "proj_mlp"]),
-        # proj_out reads attention output, as wide as its own output, then hidden units, whose number follows from
-        # mlp_ratio. Each part is sharded separately.
+        # proj_out reads attention output, as wide as its own output, then hidden units, whose number follows
+        # from mlp_ratio. Each part is sharded separately.
         "single_transformer_blocks.*.proj_out": Linear("rowwise", parts_from="out_features"),
         **linears(
             _REFINER,
@@ -74,8 +74,8 @@ FRAMEPACK = Adapter(
         inputs={},
         inner={
             "transformer_blocks.0": {"hidden_states": VIDEO},
-            # The model calls ``rope`` once for the new frames and once for each resolution of earlier ones, and
-            # concatenates the tables. So the whole table is split where a block receives it.
+            # The model calls ``rope`` once for the new frames and once for each resolution of earlier ones,
+            # and concatenates the tables. So the whole table is split where a block receives it.
             "transformer_blocks.*": {"freqs_cis": POSITIONS},
             "single_transformer_blocks.*": {"image_rotary_emb": POSITIONS},
         },
@@ -100,7 +100,8 @@ HUNYUAN_VIDEO_15 = Adapter(
         inner={"rope": {0: POSITIONS, 1: POSITIONS}, "transformer_blocks.0": {"hidden_states": VIDEO}},
         outputs={"proj_out": Gather(dim=1, segment="video")},
         joint_order=JOINT_ORDER,
-        # Each attention makes its mask from the tokens that it has: [B, 1, S_local, S_local], True for two valid ones.
+        # Each attention makes its mask from the tokens that it has: [B, 1, S_local, S_local], True for two
+        # valid ones.
         attention={"transformer_blocks.*.attn": (Attention(JOINT_ORDER, mask="pairs"),)},
     ),
     blocks=chained("transformer_blocks", streams=TEXT_LAST),

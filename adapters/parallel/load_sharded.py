@@ -1,8 +1,9 @@
 """Load a pipeline on all ranks of a node at once; each rank keeps its shard of the weights.
 
-``fleet/build.py`` calls :func:`from_pretrained_sharded`, as users do. The steps before are in files of their own:
-``download.py``, and ``mapped_files.py``, which makes the weights memory-mapped. The sharding itself is in
-``adapters/weights/shard.py``; this file casts, moves and quantizes weights after it. Tests: tests/weights/test_load.py.
+``fleet/build.py`` calls :func:`from_pretrained_sharded`, as users do. The steps before are in files of their
+own: ``download.py``, and ``mapped_files.py``, which makes the weights memory-mapped. The sharding itself is
+in ``adapters/weights/shard.py``; this file casts, moves and quantizes weights after it. Tests:
+tests/weights/test_load.py.
 """
 
 from __future__ import annotations
@@ -82,7 +83,8 @@ def from_pretrained_sharded(
         dtype (`torch.dtype`, *optional*): Dtype of floating-point weights, except those that their class
             keeps in float32. Defaults to the dtypes of the files.
         **options: Other arguments of ``from_pretrained``, also components, such as ``vae=``, which keep their
-            dtype. ``device_map``, ``torch_dtype``, ``quantization_config`` and ``low_cpu_mem_usage`` are refused.
+            dtype. ``device_map``, ``torch_dtype``, ``quantization_config`` and ``low_cpu_mem_usage`` are
+            refused.
 
     Returns:
         The parallel pipeline, with all components on the device of the mesh.
@@ -90,8 +92,8 @@ def from_pretrained_sharded(
     Raises:
         TypeError: If the pipeline is not supported.
         ImportError: If ``quantize`` needs torchao and it is not installed.
-        ValueError: If an option is invalid or does not fit the mesh, or, with ``"fsdp"`` and ``"tensor"``, the
-            weights have other names, shapes or dtypes on another rank. Those of stages are not compared.
+        ValueError: If an option is invalid or does not fit the mesh, or, with ``"fsdp"`` and ``"tensor"``,
+            the weights have other names, shapes or dtypes on another rank. Those of stages are not compared.
         RuntimeError: If there is no process group; or, on every rank, if a file is missing, incomplete or
             corrupt on one rank, or a download fails.
     """
@@ -166,8 +168,8 @@ def _require_method_that_fits(
 
 
 def _load_mapped(pipeline: Any, folder: Path, options: Mapping[str, Any]) -> Any:
-    """Return the pipeline in ``folder``. Its weights are memory-mapped from the files, each by itself, but for
-    the components among ``options``.
+    """Return the pipeline in ``folder``. Its weights are memory-mapped from the files, each by itself, but
+    for the components among ``options``.
     """
     folders = component_folders(folder, passed=options.keys())
     check_safetensors(folders)
@@ -203,7 +205,8 @@ def _copy_from_files(modules: Sequence[nn.Module]) -> None:
     memory-mapped files.
 
     Tensors in a file are not aligned as those that torch allocates, and kernels may sum unaligned data in
-    another order. Clones are aligned, so the result has the bits of a pipeline whose weights were copied or cast.
+    another order. Clones are aligned, so the result has the bits of a pipeline whose weights were copied or
+    cast.
     """
     for module in modules:
         for x in (*module.parameters(), *module.buffers()):
@@ -232,8 +235,8 @@ def _modules(pipe: Any, passed: Collection[str] = ()) -> list[nn.Module]:
 
 
 def _cast_weights(module: nn.Module, dtype: torch.dtype) -> None:
-    """Cast the floating-point weights and stored buffers of ``module`` as ``from_pretrained`` does: to ``dtype``, and
-    to float32 what its class keeps so.
+    """Cast the floating-point weights and stored buffers of ``module`` as ``from_pretrained`` does: to
+    ``dtype``, and to float32 what its class keeps so.
 
     A weight or buffer that several modules share, such as the embedding of T5, stays shared.
     """
@@ -266,8 +269,8 @@ def _names_part_of(path: str, names: Collection[str]) -> bool:
 
 
 def _kept_in_float32(module: nn.Module, dtype: torch.dtype) -> set[str]:
-    """Return the names of modules and weights that the class of ``module`` keeps in float32. A name may have several
-    components: "gate.weight".
+    """Return the names of modules and weights that the class of ``module`` keeps in float32. A name may have
+    several components: "gate.weight".
     """
     kept = set(getattr(module, "_keep_in_fp32_modules_strict", None) or ())
     # transformers applies this list for float16 only; diffusers, which has no strict list, for every dtype.

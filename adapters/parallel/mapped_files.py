@@ -1,7 +1,8 @@
 """The safetensors files of a pipeline's folder, and weights that are memory-mapped from them, each by itself.
 
-Only ``load_sharded.py`` calls it, between the download and the sharding. What the caller passes to ``from_pretrained``
-is not loaded from the folder, so every function leaves it alone. Tests: tests/weights/test_load.py.
+Only ``load_sharded.py`` calls it, between the download and the sharding. What the caller passes to
+``from_pretrained`` is not loaded from the folder, so every function leaves it alone. Tests:
+tests/weights/test_load.py.
 """
 
 from __future__ import annotations
@@ -78,8 +79,8 @@ def files_in(folders: Sequence[Path], variant: str | None) -> list[Path]:
     files = []
     for folder in folders:
         by_variant: dict[str | None, list[Path]] = {}
-        # Paths are not resolved: in the Hub's cache they are links to blobs, whose names tell neither part nor
-        # variant.
+        # Paths are not resolved: in the Hub's cache they are links to blobs, whose names tell neither part
+        # nor variant.
         for path in sorted(folder.glob("*.safetensors")):
             # The variant is the part after the first dot: "fp16" in
             # diffusion_pytorch_model.fp16-00001-of-00002.safetensors.

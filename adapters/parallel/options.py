@@ -3,8 +3,8 @@ checks.
 
 Those that are names and numbers are declared in ``para_core/pipeline_options.py``. The decorator
 ``takes_options`` makes these classes from the keyword arguments of the functions, and ``resolve.py`` and
-``transformer.py`` read them. What depends on the pipeline or the mesh is checked there, not here. The number in
-an :class:`Option` sorts it among those of all classes, in signatures and tables. Tests:
+``transformer.py`` read them. What depends on the pipeline or the mesh is checked there, not here. The number
+in an :class:`Option` sorts it among those of all classes, in signatures and tables. Tests:
 tests/test_declared_options.py, tests/adapters/test_refused_options.py.
 """
 
@@ -158,8 +158,8 @@ class TransformerOptions(AttentionChoices):
         method = self.rotate_method
         if method is None and self.comm_dtype is None:
             method = default_method
-        # same_bits refuses comm_dtype with a message of its own. METHOD_WITH_BITS cannot send 8 bits, so it would
-        # be refused here first.
+        # same_bits refuses comm_dtype with a message of its own. METHOD_WITH_BITS cannot send 8 bits, so it
+        # would be refused here first.
         if self.same_bits and self.comm_dtype is None:
             method = METHOD_WITH_BITS
         backend = self.backend

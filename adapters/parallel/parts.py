@@ -36,7 +36,8 @@ class TimeoutPart(Part):
     name = "setting the time-out"
 
     def apply(self) -> Undo:
-        # Look for the groups only now, because other parts of the session may have made theirs after this one.
+        # Look for the groups only now, because other parts of the session may have made theirs after this
+        # one.
         groups = [
             group for dim in self.mesh.dims if dim.group is not None for group in (dim.group, host_group(dim))
         ]

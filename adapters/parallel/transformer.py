@@ -3,8 +3,9 @@
 The public functions serve denoising loops of a user's own. ``resolve.py`` calls :func:`resolve_transformer`
 for each transformer of a pipeline, and :func:`make_call_agreement` for features that compare the inputs of a
 call themselves. ``parallelize.py`` calls :func:`remove_from_transformer`. Session parts are explained in
-``session.py``, and the plan is applied by ``para_core/plans/apply.py``. Tests: tests/adapters/test_transformers.py,
-tests/adapters/agree/test_arguments.py, tests/adapters/parallel/test_undo.py for what stays after a failure.
+``session.py``, and the plan is applied by ``para_core/plans/apply.py``. Tests:
+tests/adapters/test_transformers.py, tests/adapters/agree/test_arguments.py,
+tests/adapters/parallel/test_undo.py for what stays after a failure.
 """
 
 from __future__ import annotations
@@ -90,8 +91,8 @@ def parallelize_transformer(transformer: nn.Module, options: TransformerOptions)
         compare = partial(make_call_agreement, mesh=guided, assume_equal=options.assume_equal)
         # The empty name stands for a transformer that is no component of a pipeline.
         changes = make_changes(ChangeRequest(module, {"": module}, guided, vars(options), compare))
-    # Nobody keeps the session of a transformer alone, so there is no previous one to undo: its slots are emptied by
-    # Part.clear() of the new parts (remove_from_transformer).
+    # Nobody keeps the session of a transformer alone, so there is no previous one to undo: its slots are
+    # emptied by Part.clear() of the new parts (remove_from_transformer).
     replace_session(transformer, None, ParallelSession(guided, [part, *map(FeaturePart, changes)]))
     return transformer
 
@@ -114,8 +115,8 @@ def unparallelize_transformer(transformer: Transformer) -> Transformer:
 
 
 def remove_from_transformer(transformer: nn.Module) -> None:
-    """Remove the plan of ``transformer``, compiled or not, its verification, and what options have put into its
-    calls. Its weights stay as they are.
+    """Remove the plan of ``transformer``, compiled or not, its verification, and what options have put into
+    its calls. Its weights stay as they are.
 
     Besides the contents of slots this changes only what a call of the plan makes again (numbers of heads, and
     the state of its checks): :meth:`TransformerPart.suspend` relies on it.
@@ -145,8 +146,8 @@ def resolve_transformer(
     if not batched:
         plan = replace(plan, batched={})
     if mesh.ranks > 1:
-        # Called for its error: the plan names a module that the transformer lacks. One rank mostly runs without
-        # the plan, so there this must not raise.
+        # Called for its error: the plan names a module that the transformer lacks. One rank mostly runs
+        # without the plan, so there this must not raise.
         match_modules(module, plan)
     return TransformerPart(transformer, plan, mesh, options, attention, verifies)
 

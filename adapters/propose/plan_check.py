@@ -1,8 +1,9 @@
 """Check a plan against the unmodified model, on virtual ranks: threads of this process.
 
-``search.py`` checks each candidate with it, ``completion.py`` what is added to an exact plan, and ``questions.py``
-asks where a plan first differs. How virtual ranks run is in ``para_core/comparison/virtual_ranks.py``. Tests:
-tests/adapters/propose/test_structures.py, tests/adapters/propose/test_completion.py.
+``search.py`` checks each candidate with it, ``completion.py`` what is added to an exact plan, and
+``questions.py`` asks where a plan first differs. How virtual ranks run is in
+``para_core/comparison/virtual_ranks.py``. Tests: tests/adapters/propose/test_structures.py,
+tests/adapters/propose/test_completion.py.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from para_core.plans.plan import Plan
 
 # Relative errors ‖out − expected‖ / ‖expected‖ below which a plan counts as exact, by the dtype in which the
 # model computes: many times the precision of the dtype, because sums in another order differ and a model adds
-# up many, and far below the error of a wrong plan, which is that of other tokens. Those of check_parallel are in
-# para_core/comparison/tolerances.py.
+# up many, and far below the error of a wrong plan, which is that of other tokens. Those of check_parallel are
+# in para_core/comparison/tolerances.py.
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
 # Meshes as (ring, ulysses), for a plan whose lengths are unknown: most lengths are not divisible by both 2
@@ -81,8 +82,8 @@ class PlanCheck:
         """Return the meshes, as (ring, ulysses), on which to check a call with ``example``."""
         if not lengths:
             return _SOME_MESHES
-        # Uneven shards reveal errors that equal shards hide: take the fewest ranks that divide no length. Every
-        # number of ranks divides 0, the length of a text without tokens.
+        # Uneven shards reveal errors that equal shards hide: take the fewest ranks that divide no length.
+        # Every number of ranks divides 0, the length of a text without tokens.
         tokens = [tokens_of_examples[example] for tokens_of_examples in lengths]
         ranks = next(ranks for ranks in count(2) if all(number % ranks for number in tokens if number > 0))
         return ((1, ranks), (ranks, 1))

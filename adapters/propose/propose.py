@@ -79,11 +79,12 @@ def propose_plan(
 
     Raises:
         TypeError: If ``transformer`` is no model or is inside a wrapper for training, if ``example_inputs``
-            does not hold mappings, if ``segment`` is no text, or if an answer has the wrong type for its name.
+            does not hold mappings, if ``segment`` is no text, or if an answer has the wrong type for its
+            name.
         ValueError: If no input of the model's blocks grows from the first call to the second, the second call
             fails, or the model does not call scaled_dot_product_attention. If an answer is None for a module
-            or parameter that does not exist; or, if no plan was exact, for one to which a wider name in a guess
-            gives a rule.
+            or parameter that does not exist; or, if no plan was exact, for one to which a wider name in a
+            guess gives a rule.
         RuntimeError: If ``transformer`` cannot be copied.
     """
     check_pipeline_or_model(

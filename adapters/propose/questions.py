@@ -117,7 +117,8 @@ def _ask_about_numbers(small: ObservedCall, large: ObservedCall) -> list[str]:
             continue
         for parameter, value in call.arguments.items():
             larger = larger_call.arguments.get(parameter)
-            # As rules.py guesses. A flag is a bool, and a parameter that only one call has is no number of tokens.
+            # As rules.py guesses. A flag is a bool, and a parameter that only one call has is no number of
+            # tokens.
             if type(value) is int and type(larger) is int and value != larger:
                 questions.add(
                     f"{call.block_list}.*({parameter}): is it a number of tokens? FirstTokens and LastTokens shard "

@@ -22,8 +22,8 @@ from para_core.plans.plan import Plan
 
 
 class InseparableSamplesError(ValueError):
-    """Error for samples that no plan can split: their results depend on their batch, the model fails with one of
-    them alone, no argument holds them, or there are fewer than two.
+    """Error for samples that no plan can split: their results depend on their batch, the model fails with one
+    of them alone, no argument holds them, or there are fewer than two.
     """
 
 
@@ -38,15 +38,16 @@ def with_samples(
     """Return ``plan`` with ``batched`` and ``common``, for a model that computes all CFG branches in one
     call.
 
-    The first dim of length ``samples`` of an argument counts as its sample dim, unless ``common`` or ``unshared``
-    of ``plan`` name it: these are answers of the user, and stay. The order of ``batched`` is that of ``inputs``: a
-    plan reads the number of samples from its first entry. The samples are computed one by one only with ``inputs``,
-    so a wrong dim that gives the same result with these is not noticed. ``tolerance`` is the relative error below
-    which results count as equal: kernels round a batch and a single sample differently.
+    The first dim of length ``samples`` of an argument counts as its sample dim, unless ``common`` or
+    ``unshared`` of ``plan`` name it: these are answers of the user, and stay. The order of ``batched`` is
+    that of ``inputs``: a plan reads the number of samples from its first entry. The samples are computed one
+    by one only with ``inputs``, so a wrong dim that gives the same result with these is not noticed.
+    ``tolerance`` is the relative error below which results count as equal: kernels round a batch and a single
+    sample differently.
 
     Raises:
-        InseparableSamplesError: The samples one by one fail, or do not give the same result as in the batch; no
-            argument has ``samples`` samples; or ``samples`` is less than 2.
+        InseparableSamplesError: The samples one by one fail, or do not give the same result as in the batch;
+            no argument has ``samples`` samples; or ``samples`` is less than 2.
     """
     if samples < 2:
         raise InseparableSamplesError(
@@ -65,8 +66,8 @@ def with_samples(
         try:
             parts = _in_one_batch([module(**_one_sample(inputs, batched, index)) for index in range(samples)])
         # The model may raise anything if an argument does not hold samples, or if it needs more than one
-        # sample. Outputs without a dim of samples, such as a loss, or of another number for each sample, cannot
-        # be put into one batch.
+        # sample. Outputs without a dim of samples, such as a loss, or of another number for each sample,
+        # cannot be put into one batch.
         except Exception as failure:
             raise InseparableSamplesError(
                 f"one sample of {samples} at a time fails: {type(failure).__name__}: {failure}"
@@ -83,9 +84,9 @@ def with_samples(
 def _sample_dims(inputs: Mapping[str, Any], samples: int) -> dict[str, int]:
     """Return the sample dim of each argument all of whose tensors have samples in one dim.
 
-    These are guesses by lengths. Of ``[2, 2, C]`` the first dim is taken for two samples, even if they lie in the
-    second one. No dim is found for an argument whose tensors have samples in different dims, nor for a list with
-    an entry for each sample, so it counts as common to all samples.
+    These are guesses by lengths. Of ``[2, 2, C]`` the first dim is taken for two samples, even if they lie in
+    the second one. No dim is found for an argument whose tensors have samples in different dims, nor for a
+    list with an entry for each sample, so it counts as common to all samples.
     """
     dims: dict[str, int] = {}
     for name, value in inputs.items():

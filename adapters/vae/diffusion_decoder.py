@@ -59,7 +59,8 @@ class DecoderRows:
         self.ranks = ranks
         # The sharded dim of videos [B, C, T, H, W]. None if nothing is sharded.
         self._dim: int | None = None
-        # Number of rows of each rank before upsampling. None while no rows are sharded; set only while _dim is.
+        # Number of rows of each rank before upsampling. None while no rows are sharded; set only while _dim
+        # is.
         self._sizes: Sizes | None = None
 
     @staticmethod

@@ -1,9 +1,9 @@
 """The families of autoencoders: all that is particular to a class, and the reasons why others are refused.
 Written for diffusers 0.42.
 
-``run.py`` reads the adapters, ``vae.py`` and ``pipeline.py`` ask whether a class is supported, and ``call_check.py``
-and ``vae_compile.py`` which settings of tiles count. UNets are in ``adapters/models/unets.py``. Tests:
-tests/spatial/test_vaes.py.
+``run.py`` reads the adapters, ``vae.py`` and ``pipeline.py`` ask whether a class is supported, and
+``call_check.py`` and ``vae_compile.py`` which settings of tiles count. UNets are in
+``adapters/models/unets.py``. Tests: tests/spatial/test_vaes.py.
 """
 
 from __future__ import annotations
@@ -209,8 +209,8 @@ def dim_of_rows(x: Tensor) -> int:
 def rows_per_latent(vae: Any) -> int:
     """Return the number of pixel rows (or sound samples) per latent row, from the config or attributes of ``vae``.
 
-    Every class of ``VAES`` that encodes tells a ratio or the levels of its encoder; tests/spatial/test_vaes.py tries
-    all. Raises ``StopIteration`` for one that tells neither.
+    Every class of ``VAES`` that encodes tells a ratio or the levels of its encoder;
+    tests/spatial/test_vaes.py tries all. Raises ``StopIteration`` for one that tells neither.
     """
     config = vae.config
     # Use vars() instead of getattr(), because the getattr of diffusers also looks in the config, and then

@@ -36,8 +36,9 @@ logger = logging.getLogger(__name__)
 
 Vae = TypeVar("Vae", bound=nn.Module)
 
-# With more ranks than this, parallelize_vae warns if rows are computed: the ranks wait for each other at every layer,
-# which then takes longer than the computation that they save. Tiles wait for each other only at the end.
+# With more ranks than this, parallelize_vae warns if rows are computed: the ranks wait for each other at
+# every layer, which then takes longer than the computation that they save. Tiles wait for each other only at
+# the end.
 _MOST_USEFUL_RANKS = 8
 
 
@@ -133,8 +134,8 @@ def parallelize_vae(
                 "the first rank alone runs it, by vae_placement='first' of a parallel pipeline. Place it by 'offload', "
                 "which goes with several ranks, or call unparallelize_pipe(...) of that pipeline first."
             )
-        # VaeRun reads the methods of the VAE and refuses ones that were replaced, so they are restored before. If it
-        # refuses on any rank, the previous settings come back on all.
+        # VaeRun reads the methods of the VAE and refuses ones that were replaced, so they are restored
+        # before. If it refuses on any rank, the previous settings come back on all.
         unparallelize_vae(vae)
         VaeRun(module, row_ranks, method, gather, make_mode).attach(module)
     return vae

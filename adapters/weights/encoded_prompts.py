@@ -30,14 +30,14 @@ class EncodedPrompts:
     call that only some ranks compute may wait for the others: drop by nothing that differs between them, such
     as free memory.
 
-    The key of a call has the encoder's name, the scales of its LoRA layers, which pipelines set before each call,
-    and all arguments; of a tensor the dtype, the shape and the bytes, but not the device. Nothing else counts,
-    such as autocast or weights: if the text encoders' weights change, for example by another LoRA, call
-    :meth:`clear`.
+    The key of a call has the encoder's name, the scales of its LoRA layers, which pipelines set before each
+    call, and all arguments; of a tensor the dtype, the shape and the bytes, but not the device. Nothing else
+    counts, such as autocast or weights: if the text encoders' weights change, for example by another LoRA,
+    call :meth:`clear`.
 
-    Calls with gradients enabled are always computed and not kept, unless :attr:`complete` is set. An output that
-    is larger than ``max_bytes`` is not kept. Arguments and outputs are pickled without their tensors, and a call
-    raises the error of ``pickle`` if that cannot be done.
+    Calls with gradients enabled are always computed and not kept, unless :attr:`complete` is set. An output
+    that is larger than ``max_bytes`` is not kept. Arguments and outputs are pickled without their tensors,
+    and a call raises the error of ``pickle`` if that cannot be done.
 
     Args:
         pipe (`DiffusionPipeline`): The pipeline.
@@ -45,8 +45,8 @@ class EncodedPrompts:
             memory.
 
     Attributes:
-        hits, misses: Numbers of calls that were answered from memory, and of calls without gradients that were
-            computed.
+        hits, misses: Numbers of calls that were answered from memory, and of calls without gradients that
+            were computed.
         complete: Whether a call whose output is not kept raises ``RuntimeError``, because the weights of the
             text encoders were freed. False by default.
     """
@@ -121,8 +121,8 @@ class EncodedPrompts:
 def _lora_scales(encoder: nn.Module) -> list[str]:
     """Return the scales of the LoRA layers in ``encoder``, with their adapters, in the order of the layers.
 
-    Pipelines multiply them by the ``scale`` of a call before they encode, and divide by it afterwards, which may
-    change the last bits: they are rounded to six digits, so that equal calls keep equal keys.
+    Pipelines multiply them by the ``scale`` of a call before they encode, and divide by it afterwards, which
+    may change the last bits: they are rounded to six digits, so that equal calls keep equal keys.
     """
     scales: list[str] = []
     for layer in encoder.modules():

@@ -2,7 +2,8 @@
 
 ``features.py`` finds :data:`FEATURE`; ``shard.py`` calls the method, and ``lora.py`` its functions for LoRAs.
 The sharding itself is in ``para_core/weights/fsdp.py``. Tests: tests/weights/test_fsdp.py, and for the checks
-tests/adapters/compatibility/test_checks.py, whose cases are named like the functions here, without ``check_``.
+tests/adapters/compatibility/test_checks.py, whose cases are named like the functions here, without
+``check_``.
 """
 
 from __future__ import annotations

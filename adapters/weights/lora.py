@@ -96,8 +96,8 @@ class _ShardedLoras:
     def add(self, call: Callable[..., Any], module: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Run a method that adds a LoRA, with weights of global shapes. Collective.
 
-        If it fails on one rank alone, the others keep the LoRA, although all raise. The next call of the pipeline
-        then raises, because it compares which LoRAs are active (``agree/loras.py``).
+        If it fails on one rank alone, the others keep the LoRA, although all raise. The next call of the
+        pipeline then raises, because it compares which LoRAs are active (``agree/loras.py``).
         """
         names = set(getattr(module, "peft_config", None) or ())
         with on_all_ranks(self._ranks), self._following(module, names):
@@ -189,7 +189,8 @@ def check_initialization(module: nn.Module, args: tuple[Any, ...], kwargs: dict[
     """
     configs = [dict(vars(config)) for config in (*args, *kwargs.values()) if is_dataclass(config)]
     # A pipeline passes the config that a file holds as ``metadata``, with names like
-    # "transformer.init_lora_weights". The file then holds the values of a DoRA, which replace the computed ones.
+    # "transformer.init_lora_weights". The file then holds the values of a DoRA, which replace the computed
+    # ones.
     metadata = kwargs.get("metadata") or {}
     of_file = {name.rpartition(".")[2]: value for name, value in metadata.items()}
     for config in (*configs, {**of_file, "use_dora": False}):

@@ -195,8 +195,8 @@ def prepare_sharding(
     if mesh is None:
         mesh = mesh_of(pipe)
     if mesh is None:
-        # The default mesh is chosen for the models by all ranks, so check first, on all of them, that these can
-        # be sharded.
+        # The default mesh is chosen for the models by all ranks, so check first, on all of them, that these
+        # can be sharded.
         options = {"method": method, "components": components, "offload_policy": offload_policy}
         with agree_on_options("shard_weights", None, options):
             _check_sharding_options(pipe, method, offload_policy)

@@ -46,9 +46,7 @@ BLOCKS = CachedBlocks(
 
 
 def _name_times_of_references(model: nn.Module, arguments: Mapping[str, Any]) -> str:
-    """Name reference images with a timestep of their own, which the blocks look up by the number of a
-    token.
-    """
+    """Name reference images with a timestep of their own, which the blocks look up by the number of a token."""
     parameters: Any = model.params
     method = arguments.get("ref_latents_method", parameters.default_ref_method)
     own_time = bool(arguments.get("ref_latents")) and method == "index_timestep_zero"
@@ -88,7 +86,8 @@ RADIANCE = RecordedPlan(
     adapter=Adapter(
         transformer="ChromaRadiance",
         pipelines="Chroma Radiance in ComfyUI",
-        # The decoder of pixels gets all tokens. Radiance takes no control, so what the plan says of it is not used.
+        # The decoder of pixels gets all tokens. Radiance takes no control, so what the plan says of it is not
+        # used.
         plan=replace(
             DOUBLE_AND_SINGLE,
             outputs={"single_blocks.-1": Gather(dim=1, segment="image", after_replicated=True)},

@@ -78,8 +78,8 @@ WAN = RecordedPlan(
         ),
         blocks=CachedBlocks((BlockGroup(("blocks",), ("x",), "x"),), conditions=("context", "clip_fea")),
     ),
-    # ComfyUI makes timesteps of frames for this class alone (WAN22 in comfy/model_base.py), so the plans below need
-    # neither.
+    # ComfyUI makes timesteps of frames for this class alone (WAN22 in comfy/model_base.py), so the plans
+    # below need neither.
     refusals=(_name_times_of_frames,),
     prepare=_repeat_times_for_tokens,
 )

@@ -62,8 +62,8 @@ class Access:
             )
         if self._keys:
             # The scheme "Bearer" is case-insensitive (RFC 9110). Starlette has decoded the header as Latin-1,
-            # so encoding as Latin-1 restores the bytes that the client sent. Strip only the whitespace of HTTP:
-            # the bytes of a UTF-8 key may decode to other whitespace, as the second one of "à" does.
+            # so encoding as Latin-1 restores the bytes that the client sent. Strip only the whitespace of
+            # HTTP: the bytes of a UTF-8 key may decode to other whitespace, as the second one of "à" does.
             scheme, _, credentials = http.headers.get("authorization", "").strip(" \t").partition(" ")
             sent = b""
             if scheme.lower() == "bearer":
@@ -87,8 +87,8 @@ class Access:
         origin = http.headers.get("origin")
         if origin is None or origin in self._origins or "*" in self._origins:
             return
-        # A page of this server has the origin that the browser asks. The scheme may differ, because a proxy on
-        # this machine may end TLS.
+        # A page of this server has the origin that the browser asks. The scheme may differ, because a proxy
+        # on this machine may end TLS.
         if _authority_of(origin) != hosts[0].lower():
             raise RequestError(
                 403,

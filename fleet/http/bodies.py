@@ -100,7 +100,8 @@ class ServerOptions:
     @property
     def most_pixels(self) -> int:
         """Largest number of pixels of a batch, which is one call of the pipeline, by both limits: that of the
-        server and that of a rank's memory. :func:`_require_size` checks a request, which may take several calls.
+        server and that of a rank's memory. :func:`_require_size` checks a request, which may take several
+        calls.
         """
         if self.memory is None:
             return self.pixels

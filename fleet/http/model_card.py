@@ -1,7 +1,7 @@
 """The served model as ``GET /v1/models`` shows it: OpenAI's fields, and what a page needs to fill its form.
 
-`server.py` makes the card once, at its start. `videos.py` takes ``id`` and ``defaults`` from it for its records.
-Tests: tests/fleet/test_openai.py.
+`server.py` makes the card once, at its start. `videos.py` takes ``id`` and ``defaults`` from it for its
+records. Tests: tests/fleet/test_openai.py.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ def make_model_card(model: PipelineInfo) -> dict[str, Any]:
 
 
 def _public_name(model: PipelineInfo) -> str:
-    """Return the name by which clients know ``model``: that of its repository, or the last part of a local path,
-    because clients must not learn paths of this machine.
+    """Return the name by which clients know ``model``: that of its repository, or the last part of a local
+    path, because clients must not learn paths of this machine.
     """
     if _is_tiny(model):
         return "tiny-flux"

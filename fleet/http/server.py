@@ -88,7 +88,8 @@ class Server:
                 expose_headers=["X-Request-Id", "Retry-After"],
             )
         self.app.add_middleware(HeadAsGet)
-        # Added last, so it is the outermost: it logs HEAD as HEAD, and preflights, which CORSMiddleware answers.
+        # Added last, so it is the outermost: it logs HEAD as HEAD, and preflights, which CORSMiddleware
+        # answers.
         self.app.add_middleware(RequestLog, path=options.request_log, ending=lambda: self.ending)
 
     def set_memory(self, memory: Memory | None) -> None:

@@ -2,8 +2,8 @@
 by a user's function, and :func:`expand_key_heads` around it.
 
 :func:`~para_core.attention.usp.compose` nests them; their gradients are in :mod:`.gradients.blocks`, which
-also calls :func:`expand_heads`. Tests: tests/attention/test_exactness.py, tests/attention/test_inputs.py for a
-user's function, and test_backend_selection.py there for a backend that continues from an earlier result.
+also calls :func:`expand_heads`. Tests: tests/attention/test_exactness.py, tests/attention/test_inputs.py for
+a user's function, and test_backend_selection.py there for a backend that continues from an earlier result.
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@ all ranks alone, never from this rank's tensors: otherwise one rank would raise 
 a collective.
 
 :class:`~para_core.attention.mesh_attention.MeshAttention` calls these functions, except in a graph or with
-``assume_equal``, where ranks exchange nothing. The modes use the error messages. Tests: tests/attention/test_inputs.py,
-tests/attention/test_mask_rows.py and tests/modes/test_unified.py.
+``assume_equal``, where ranks exchange nothing. The modes use the error messages. Tests:
+tests/attention/test_inputs.py, tests/attention/test_mask_rows.py and tests/modes/test_unified.py.
 """
 
 from __future__ import annotations
@@ -89,8 +89,8 @@ def explain_difference(mesh: SequenceMesh, mask: Tensor | None, records: list[Re
         )
     difference = difference_of_lengths(records)
     if some_are_absent:
-        # A rank may need none, so this need not be the fault. But the dtype may differ because of a mask with a
-        # gradient (MeshAttention._needs_float32).
+        # A rank may need none, so this need not be the fault. But the dtype may differ because of a mask with
+        # a gradient (MeshAttention._needs_float32).
         return f"{difference} Masks: {_list_masks(masks)}."
     return difference
 
@@ -120,8 +120,8 @@ def _list_masks(masks: Sequence[Sequence[int] | str | None]) -> str:
     return ", ".join([f"rank {rank} {shape}" for rank, shape in enumerate(shapes)])
 
 
-# Bits of MaskRecord.flags, from the lowest: 7 for the dtype of the mask (its position in MASK_DTYPES, from 1 on),
-# 1 for its requires_grad, then one for each leading dim, set if its size is not 1; from bit 48 what
+# Bits of MaskRecord.flags, from the lowest: 7 for the dtype of the mask (its position in MASK_DTYPES, from 1
+# on), 1 for its requires_grad, then one for each leading dim, set if its size is not 1; from bit 48 what
 # describe_rows says about its rows. So a query may have 40 leading dims; the sign bit stays 0.
 _DTYPE_BITS, _ROWS_SHIFT = 8, 48
 
@@ -185,8 +185,8 @@ def settle_masks(
     mask: Tensor | None,
     mask_records: Sequence[MaskRecord],
 ) -> tuple[Tensor | None, MaskExtents | None]:
-    """Return the mask that this rank uses and the extents of its dims, derived from the ``mask_records`` of all
-    ranks.
+    """Return the mask that this rank uses and the extents of its dims, derived from the ``mask_records`` of
+    all ranks.
 
     Both are None if no rank has a mask. If this rank has none, but other ranks have masks that cover their
     own keys, this rank gets a mask that hides nothing. The steps depend on the sizes that the one before

@@ -28,7 +28,8 @@ from torch import Tensor
 from para_core.attention.local_call import LocalAttentionCall, aligned_rows, bias_dtype
 
 # If the largest number in a row of the mask is lower than _LOW, but not lower than _ABSORBS, it is subtracted
-# from the row. Numbers near _LOW are 6e-5 apart in float32, so an lse down to it weighs blocks to four digits.
+# from the row. Numbers near _LOW are 6e-5 apart in float32, so an lse down to it weighs blocks to four
+# digits.
 _LOW = -1e3
 # float32 numbers below _ABSORBS are at least 2 apart, and those near -1e9, which models use, 64, so that a
 # score that is added to one is lost to rounding, or to all but its multiples of that distance. All keys with

@@ -63,8 +63,8 @@ def query_rows(layout: SequenceLayout, mesh: SequenceMesh) -> list[Run]:
     There is one run if the group holds the whole sequence; otherwise one per segment, or two per segment that
     is balanced for a causal mask. Lengths may be symbolic, so they are not compared.
     """
-    # Compare with layout.ranks, not with 1: a rank that computes without the others (``SequenceMesh.single_rank``)
-    # has a mesh of one rank, but holds only one of ``layout.ranks`` parts.
+    # Compare with layout.ranks, not with 1: a rank that computes without the others
+    # (``SequenceMesh.single_rank``) has a mesh of one rank, but holds only one of ``layout.ranks`` parts.
     if mesh.ulysses.size == layout.ranks or not layout.sharded:
         return [(0, layout.total)]
     width = mesh.ulysses.size
@@ -79,9 +79,10 @@ def query_rows(layout: SequenceLayout, mesh: SequenceMesh) -> list[Run]:
 # Each returns clones, because the result of a custom operator must not be a view of its input, which it would be if
 # nothing is exchanged.
 #
-# All use ``ordered_ulysses`` and not ``ulysses``, because the user's functions get indices of the sequence. The Ulysses
-# exchange comes first. After it, a rank holds for its heads what its group holds, and ``spec.keys`` is the layout of
-# these parts on the ranks of the ring. So the exchange over the ring comes second, and first in the backward.
+# All use ``ordered_ulysses`` and not ``ulysses``, because the user's functions get indices of the sequence.
+# The Ulysses exchange comes first. After it, a rank holds for its heads what its group holds, and
+# ``spec.keys`` is the layout of these parts on the ranks of the ring. So the exchange over the ring comes
+# second, and first in the backward.
 
 
 def _plan_of(text: str, numbers: list[int], *_: Any) -> AttentionPlan:

@@ -58,7 +58,8 @@ class KeptKeys(AttentionOption):
             )
         if isinstance(self.window, bool) or not isinstance(self.window, int) or self.window < 1:
             raise ValueError(f"window is {self.window!r}; expected a positive number of observed queries.")
-        # Equal options must have equal JSON, and the one of 1 is not the one of 1.0. A number of NumPy has none.
+        # Equal options must have equal JSON, and the one of 1 is not the one of 1.0. A number of NumPy has
+        # none.
         object.__setattr__(self, "share", float(self.share))
 
     @property

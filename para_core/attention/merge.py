@@ -81,7 +81,8 @@ torch.library.register_fake("para_core::merge_", lambda *_: None, lib=LIBRARY)
 
 def _operators(x: Tensor) -> tuple[Merge, Callable[..., None]]:
     """Return the operators that merge results like ``x``, and merge in place; if nothing would see a call but
-    their kernels, these functions, because the dispatcher costs the host as much as two of the operators inside.
+    their kernels, these functions, because the dispatcher costs the host as much as two of the operators
+    inside.
     """
     is_seen = torch.compiler.is_compiling() or type(x) is not Tensor
     if is_seen or num_dispatch_modes() > 0 or innermost_transform() is not None:
@@ -105,8 +106,8 @@ class Merged:
     count = 0
     out: Tensor
     lse: Tensor
-    # The operator or function that merges further partial results in place. The second :meth:`add` chooses it;
-    # this one remains if :meth:`replace` brought the second result.
+    # The operator or function that merges further partial results in place. The second :meth:`add` chooses
+    # it; this one remains if :meth:`replace` brought the second result.
     _add_in_place: Callable[..., None] = staticmethod(torch.ops.para_core.merge_.default)
 
     def __init__(self) -> None:
@@ -115,9 +116,9 @@ class Merged:
     def add(self, out: Tensor, lse: Tensor) -> None:
         """Merge a partial result into the accumulator. Differentiable if gradients are enabled.
 
-        The first result is kept as it is, also its dtype. ``out`` is finite also in rows whose ``lse`` is -inf,
-        because it is multiplied by 0 there. Whether gradients are enabled must not change between the calls for
-        one accumulator.
+        The first result is kept as it is, also its dtype. ``out`` is finite also in rows whose ``lse`` is
+        -inf, because it is multiplied by 0 there. Whether gradients are enabled must not change between the
+        calls for one accumulator.
         """
         self.count += 1
         if self.count == 1:

@@ -107,7 +107,8 @@ class MeshAttention:
         if options.backend is not None:
             self._is_backend_on = SWITCHES.get(options.backend)
         self._host_groups = HostGroups(mesh)
-        # The cache of the current state, and those of all states: see switch_cache(). Keys are those of _lookup_key().
+        # The cache of the current state, and those of all states: see switch_cache(). Keys are those of
+        # _lookup_key().
         self._prepared: dict[Any, _Prepared] = {}
         self._prepared_in: dict[Any, dict[Any, _Prepared]] = {}
 
@@ -358,8 +359,8 @@ def _normalize(call: SdpaCall, *, is_cast: bool) -> SdpaCall:
 
 
 def _as_float(scale: Any) -> float:
-    """Return ``scale``, which may be a NumPy number or a tensor with one element. Raise ``TypeError`` if it is
-    no number.
+    """Return ``scale``, which may be a NumPy number or a tensor with one element. Raise ``TypeError`` if it
+    is no number.
     """
     try:
         return float(scale)
@@ -381,9 +382,9 @@ def _lookup_key(call: SdpaCall) -> Any:
     the second call on.
     """
     query, key, value, mask, *flags = call
-    # Do not cache nested tensors, whose `shape` raises: check_kind() refuses them. Do not cache while the user
-    # has disabled the math backend: whether a call is valid then depends on the other enabled backends, which
-    # are not part of the key.
+    # Do not cache nested tensors, whose `shape` raises: check_kind() refuses them. Do not cache while the
+    # user has disabled the math backend: whether a call is valid then depends on the other enabled backends,
+    # which are not part of the key.
     try:
         if query.is_nested or key.is_nested or value.is_nested or not math_sdp_enabled():
             return None

@@ -42,8 +42,8 @@ class AttentionSpec:
     ``key_layout`` is the same object as ``query_layout`` if keys are sharded like queries: other code
     compares them by identity, because a comparison of symbolic lengths would add guards. For the same reason
     specs are compared by identity (``eq=False``). ``num_heads`` and its divisor ``num_kv_heads`` are over all
-    ranks. ``options_text`` is ``options.as_text()``, written before tracing, because Dynamo would treat numbers
-    as variables.
+    ranks. ``options_text`` is ``options.as_text()``, written before tracing, because Dynamo would treat
+    numbers as variables.
     """
 
     query_layout: SequenceLayout
@@ -87,8 +87,8 @@ class AttentionSpec:
         # Every rank holds the same replicated queries. A group has them once only if it joins the pieces of
         # its ranks, which brings them into order.
         is_repeated = bool(layout.replicated)
-        # Masks by position cut the queries into runs of consecutive positions, and queries in order have fewer
-        # runs. SparseKVAttnMode observes the queries at some positions.
+        # Masks by position cut the queries into runs of consecutive positions, and queries in order have
+        # fewer runs. SparseKVAttnMode observes the queries at some positions.
         reads_positions = self.is_causal or self.options.by_position
         return arrive_in_order or is_repeated or reads_positions
 

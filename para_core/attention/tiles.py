@@ -9,8 +9,8 @@ causal call on two ring ranks of four tokens, for the rank with the tokens 4 to 
     piece 4 5 6 7:   keys 4 5 6 7 (its own)  →  one causal tile       keys 0 1 2 3 (arriving)  →  one full tile
 
 All but :meth:`Tiling.split` and :meth:`Tiling.join` is integer arithmetic, done once per call with the same
-shapes. A list of positions is given as runs ``(start, length)``. Without masks there is one piece of all queries,
-whose start means nothing, and each block is one tile, also an empty block.
+shapes. A list of positions is given as runs ``(start, length)``. Without masks there is one piece of all
+queries, whose start means nothing, and each block is one tile, also an empty block.
 
 The ring styles make a :class:`Tiling` for each plan; :class:`~para_core.attention.attend.Accumulator` and the
 gradient split their tensors by it. Other masks by position than :class:`Causal` are in :mod:`.block_sparse`.
@@ -33,8 +33,8 @@ from para_core.layout.sequence import Run
 
 @dataclass(frozen=True)
 class Tile:
-    """The keys of a block that a piece (a run of queries) sees, as runs in the order of the block. With masks none
-    of the runs is empty.
+    """The keys of a block that a piece (a run of queries) sees, as runs in the order of the block. With masks
+    none of the runs is empty.
 
     ``runs`` are offsets in the block, and ``positions`` the same keys in the whole sequence. With
     ``is_causal``, these are also the positions of the queries: query i of the piece sees keys 0 … i of the
@@ -177,8 +177,8 @@ class Tiling:
         ]
 
     def split(self, x: Tensor) -> list[Tensor]:
-        """Split ``x`` along its queries, dim 2, into one tensor per piece; with one row for all queries, ``x`` itself
-        for each piece.
+        """Split ``x`` along its queries, dim 2, into one tensor per piece; with one row for all queries,
+        ``x`` itself for each piece.
 
         The parts are views, because the gradient adds to them in place. ``x`` has rows of these queries only:
         a mask with rows of other queries is cut before.

@@ -1,9 +1,10 @@
-"""The values in the arguments of a model call, by path, whether they are equal in another call, and which of them are
-timesteps.
+"""The values in the arguments of a model call, by path, whether they are equal in another call, and which of
+them are timesteps.
 
-:mod:`.branches` and :mod:`.branch_search` tell CFG branches apart by these. Values that are wrongly taken for equal
-would add the residuals of another branch; equal ones that are taken for different only let a step be computed. So
-what is not known counts as different. A graph has :mod:`.call_digest` instead. Tests: tests/cache/test_steps.py.
+:mod:`.branches` and :mod:`.branch_search` tell CFG branches apart by these. Values that are wrongly taken for
+equal would add the residuals of another branch; equal ones that are taken for different only let a step be
+computed. So what is not known counts as different. A graph has :mod:`.call_digest` instead. Tests:
+tests/cache/test_steps.py.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ MOST_READ = 1 << 16
 # Larger tensors, in bytes, such as residuals of a ControlNet, are not kept alive to compare them with a later
 # call.
 _MAX_KEPT_BYTES = 1 << 20
-# Bounds of the search in nested arguments. A container that is nested more deeply, or with whose entries a call
-# would have more values, is compared by identity, so a change inside it is not noticed.
+# Bounds of the search in nested arguments. A container that is nested more deeply, or with whose entries a
+# call would have more values, is compared by identity, so a change inside it is not noticed.
 _MAX_DEPTH = 8
 _MAX_LEAVES = 512
 _PLAIN = (

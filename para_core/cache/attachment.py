@@ -25,8 +25,8 @@ from para_core.instance.slots import Slot
 if TYPE_CHECKING:
     from para_core.cache.block_cache import BlockCache
 
-# The modules in ``diffusers/hooks`` (0.42) that define the hooks of its caches. A cache of a newer diffusers is
-# not seen until its module is added; tests/cache/test_flux.py then fails.
+# The modules in ``diffusers/hooks`` (0.42) that define the hooks of its caches. A cache of a newer diffusers
+# is not seen until its module is added; tests/cache/test_flux.py then fails.
 DIFFUSERS_CACHES = (
     "faster_cache",
     "first_block_cache",

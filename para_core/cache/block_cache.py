@@ -114,13 +114,14 @@ class BlockCache:
         self._branches = self._new_branches()
         self.observers = [make() for make in OBSERVERS]
         self.outcomes: deque[DecisionOutcome] = deque(maxlen=_MOST_OUTCOMES)
-        # The step and the outcome of the current or last call: run() sets the step, and decide() (block_run.py)
-        # or a graph the outcome. Before the first call the outcome stands for nothing that was decided.
+        # The step and the outcome of the current or last call: run() sets the step, and decide()
+        # (block_run.py) or a graph the outcome. Before the first call the outcome stands for nothing that was
+        # decided.
         self.step = Step()
         self.outcome = DecisionOutcome(None, Verdict.WARMUP, 0, 1)
         self._device = torch.device("cpu")
-        # The traced form reads the module, blocks, options, threshold, roles and step, so it comes after these.
-        # _forget_states resets it, so it comes before that.
+        # The traced form reads the module, blocks, options, threshold, roles and step, so it comes after
+        # these. _forget_states resets it, so it comes before that.
         self.traced = traced_form(self)
         self._forget_states()
 
@@ -195,8 +196,8 @@ class BlockCache:
 
         Raises:
             TypeError: An argument lacks a field that ``conditions`` of the blocks name.
-            ValueError: Blocks were replaced, and the model no longer has those that its description names; or one
-                of diffusers' own caches was enabled on the model.
+            ValueError: Blocks were replaced, and the model no longer has those that its description names; or
+                one of diffusers' own caches was enabled on the model.
             RuntimeError: The model already runs with this cache, two calls of one step were taken for one
                 branch, or the user's policy function branches on values of tensors, so it cannot be compiled.
         """
@@ -304,7 +305,8 @@ class BlockCache:
 
     def device_of(self, arguments: Mapping[str, Any]) -> torch.device:
         """Return the device of the first tensor among ``arguments`` and fields of them, or that of the last call."""
-        # Most models have a tensor among the arguments themselves. Look at fields only if not: it costs more calls.
+        # Most models have a tensor among the arguments themselves. Look at fields only if not: it costs more
+        # calls.
         for value in arguments.values():
             if isinstance(value, Tensor):
                 return value.device

@@ -1,8 +1,8 @@
 """Find the first module whose output differs between the records of one model call on one rank and on
 several.
 
-:mod:`para_core.verify.check`, :mod:`para_core.verify.verification` and ``adapters/propose/plan_check.py`` call
-this once the outputs differ. Tests: tests/verify/test_check_parallel.py.
+:mod:`para_core.verify.check`, :mod:`para_core.verify.verification` and ``adapters/propose/plan_check.py``
+call this once the outputs differ. Tests: tests/verify/test_check_parallel.py.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 holds.
 
 ``check_parallel`` and ``propose_plan`` compare parts and outputs with it, ``verify=True`` outputs, and
-:mod:`.difference` digests. The tolerances are in :mod:`.tolerances`. Tests: tests/verify/test_check_parallel.py.
+:mod:`.difference` digests. The tolerances are in :mod:`.tolerances`. Tests:
+tests/verify/test_check_parallel.py.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from para_core.layout.sequence import Segment, SequenceLayout
 
 # Maximum number of segments in a joint sequence. More would give too many orders to try.
 _MOST_SEGMENTS = 3
-# Numbers from this size on are fillers, such as the -1e9 in logits of forbidden tokens. A smaller filler, such as
-# -1e4, cannot be told from an activation.
+# Numbers from this size on are fillers, such as the -1e9 in logits of forbidden tokens. A smaller filler,
+# such as -1e4, cannot be told from an activation.
 _FILLER = 1e8
 
 
@@ -70,8 +71,8 @@ def relative_error(parts: Sequence[Tensor], full: Tensor, segments: Sequence[Seg
 
 
 def largest_error(out: Any, expected: Any) -> float:
-    """Return the largest ``‖out − expected‖ / ‖expected‖`` of the tensors in both, paired by :func:`tensors_in`;
-    infinity for NaN, other shapes or another number of tensors.
+    """Return the largest ``‖out − expected‖ / ‖expected‖`` of the tensors in both, paired by
+    :func:`tensors_in`; infinity for NaN, other shapes or another number of tensors.
 
     >>> largest_error(torch.ones(1), (torch.ones(1), torch.ones(1)))
     inf
@@ -104,8 +105,8 @@ def _error(pairs: Sequence[tuple[Tensor, Tensor]]) -> float:
     size: float = 0.0
     for part, full in pairs:
         x, y = _to_compare(part), _to_compare(full)
-        # Leave out equal infinities and equal fillers: logits of forbidden tokens have them on a single device,
-        # too, and next to them no other number would count. In float16 a filler is less than _FILLER.
+        # Leave out equal infinities and equal fillers: logits of forbidden tokens have them on a single
+        # device, too, and next to them no other number would count. In float16 a filler is less than _FILLER.
         limit = math.inf
         if full.is_floating_point():
             limit = min(_FILLER, torch.finfo(full.dtype).max / 2)
@@ -160,8 +161,9 @@ def _orders(total: int, segments: Sequence[Segment]) -> Iterator[tuple[Segment, 
     repeats.
     """
     yield (Segment("all", total),)
-    # Segments with equal sizes and options are sharded in the same way. So two orders that differ only in the places
-    # of equal segments are the same, and one of them is tried. A single order may contain several such segments.
+    # Segments with equal sizes and options are sharded in the same way. So two orders that differ only in the
+    # places of equal segments are the same, and one of them is tried. A single order may contain several such
+    # segments.
     kinds = [(x.total, x.replicated, x.balanced, x.together) for x in segments]
     for length in range(1, min(len(segments), _MOST_SEGMENTS) + 1):
         orders = {

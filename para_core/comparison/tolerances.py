@@ -21,7 +21,8 @@ def compute_dtype(module: nn.Module) -> torch.dtype:
     """
     weights = [x for x in module.parameters() if x.is_floating_point()]
     device_type = weights[0].device.type if weights else "cpu"
-    # Offloaded weights may be on the meta device, which has no autocast: to ask whether it is enabled would raise.
+    # Offloaded weights may be on the meta device, which has no autocast: to ask whether it is enabled would
+    # raise.
     if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
         return torch.get_autocast_dtype(device_type)
     numbers: dict[torch.dtype, int] = {}

@@ -235,8 +235,8 @@ def outcomes_on_virtual_ranks(
     outcomes by rank.
 
     Exceptions of ``run`` are not raised but part of the outcomes. The threads inherit the current device and
-    stream, the default device of new tensors, the autocast state for ``device`` and the context variables of the
-    caller, but none of its modes. ``device`` is a CPU or an accelerator: autocast knows no meta device.
+    stream, the default device of new tensors, the autocast state for ``device`` and the context variables of
+    the caller, but none of its modes. ``device`` is a CPU or an accelerator: autocast knows no meta device.
     """
     ranks = _RankTurns(ring * ulysses)
     rings = [_Meeting(ring, ranks) for _ in range(ulysses)]

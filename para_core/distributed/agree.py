@@ -7,8 +7,8 @@ comes from data that is equal on all of them:
 - :func:`agree` where a call begins or a setting changes: all ranks bring the same record, or all raise.
 - :func:`together` around a step that may fail on one rank: then it fails on all.
 
-:func:`exchange` and :func:`broadcast_bytes` compare nothing: they serve callers whose ranks hold different values by
-right. All this travels between the hosts, while their devices go on; tensors of devices travel by
+:func:`exchange` and :func:`broadcast_bytes` compare nothing: they serve callers whose ranks hold different
+values by right. All this travels between the hosts, while their devices go on; tensors of devices travel by
 :mod:`.collectives`.
 
 **Protocol.** Records are compared by digest:
@@ -69,8 +69,9 @@ class HostGroups:
 
 AgreeingRanks = AnyMesh | HostGroups
 
-# The exceptions that keep their type on the other ranks. Others become a ValueError in agree() and exchange(), which
-# take the errors of invalid input, and a RuntimeError in together(), whose step may fail for any reason.
+# The exceptions that keep their type on the other ranks. Others become a ValueError in agree() and
+# exchange(), which take the errors of invalid input, and a RuntimeError in together(), whose step may fail
+# for any reason.
 _KINDS = (TypeError, ValueError, ImportError, RuntimeError)
 # An exception that was raised on all ranks of a mesh has an attribute of this name, which lists the mesh's
 # process groups, so that an outer together() over the same ranks does not exchange it again.
@@ -140,8 +141,8 @@ def agree(
         if any(record_of_rank != records[0] for record_of_rank in records):
             raise ValueError(explain(records))
     except _KINDS as error:
-        # All ranks raise here. Unanswered is a RuntimeError and would be marked too, but only exchanges raise it,
-        # and there is no exchange inside this try.
+        # All ranks raise here. Unanswered is a RuntimeError and would be marked too, but only exchanges raise
+        # it, and there is no exchange inside this try.
         setattr(error, _RAISED_ON, _groups_of(ranks))
         raise
     return numbers_of_ranks

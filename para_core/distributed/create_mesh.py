@@ -88,8 +88,8 @@ def init_context_parallel_mesh(
     Every rank calls this function with the same arguments. In the order tensor, pipe, batch, ring, ulysses,
     each dim with a maximum gets the largest size up to this maximum that divides the number of remaining
     ranks. All other ranks go to ``ulysses``, or to ``ring`` if only ``ulysses`` has a maximum. On several
-    hosts and without a maximum for ring and ulysses, each Ulysses group stays on one host and the ring connects
-    the hosts (docs/several_nodes.md).
+    hosts and without a maximum for ring and ulysses, each Ulysses group stays on one host and the ring
+    connects the hosts (docs/several_nodes.md).
 
     Ranks along the last dim are neighbours. To use only some of the ranks, create a mesh of all ranks and
     pass a slice of it, such as ``mesh["ring", "ulysses"]``. A dim of size 1 needs no NCCL communicator.
@@ -114,8 +114,8 @@ def init_context_parallel_mesh(
 
     Raises:
         RuntimeError: No process group is initialised, or two ranks have the same GPU, which NCCL refuses.
-        TypeError, ValueError: ``device_type`` is no type of a device, such as ``"cuda:0"``; a maximum is not a
-            positive integer; ranks are left over; or, on every rank, the arguments differ between ranks.
+        TypeError, ValueError: ``device_type`` is no type of a device, such as ``"cuda:0"``; a maximum is not
+            a positive integer; ranks are left over; or, on every rank, the arguments differ between ranks.
 
     Example::
 

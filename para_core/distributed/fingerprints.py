@@ -67,8 +67,8 @@ class PendingFingerprints:
         self._events: list[torch.cuda.Event] = []
         for device, sums in self._sums.items():
             if device.type == "cuda":
-                # Wait for this copy alone later, not for what is launched until then. With non_blocking, torch
-                # copies to pinned memory, so the host does not wait here.
+                # Wait for this copy alone later, not for what is launched until then. With non_blocking,
+                # torch copies to pinned memory, so the host does not wait here.
                 self._sums[device] = sums.to("cpu", non_blocking=True)
                 event = torch.cuda.Event()
                 event.record(torch.cuda.current_stream(device))
@@ -90,8 +90,8 @@ def joint_fingerprint(tensors: Sequence[Tensor]) -> Tensor:
     """Return one fingerprint of all ``tensors`` together, as an int64 tensor of shape ``[1]``.
 
     It depends on the bytes of the tensors and on their order, but not on their devices: like
-    :func:`fingerprints`, with positions that count the words of all tensors. Where one tensor ends and the next
-    begins is not part of it. It is much cheaper than a fingerprint for each of many small tensors, which
+    :func:`fingerprints`, with positions that count the words of all tensors. Where one tensor ends and the
+    next begins is not part of it. It is much cheaper than a fingerprint for each of many small tensors, which
     share a launch. If all tensors are on one device, so is the result, and the host does not wait. Without
     any bytes the result is 0 on the CPU.
     """

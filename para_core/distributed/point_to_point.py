@@ -2,9 +2,9 @@
 
 Pipeline stages and PipeFusion use them. All other features use :mod:`para_core.distributed.collectives`.
 
-``para_core/weights/stages.py`` holds the :class:`Links`. It calls :meth:`Links.begin` before each generation of
-a pipeline, and before each call of a model outside of one. Who fails calls :meth:`Links.mark_broken`. Tests:
-tests/weights/test_stages.py.
+``para_core/weights/stages.py`` holds the :class:`Links`. It calls :meth:`Links.begin` before each generation
+of a pipeline, and before each call of a model outside of one. Who fails calls :meth:`Links.mark_broken`.
+Tests: tests/weights/test_stages.py.
 """
 
 from __future__ import annotations
@@ -108,9 +108,9 @@ class Links:
         # The transfers that may not have ended: sends in their order, and receives by edge and number.
         self._outgoing: deque[_Transfer] = deque()
         self._incoming: dict[tuple[Edge, int], _Transfer] = {}
-        # Totals since this object was created, which PipeFusion reads for its report. It also passes an earlier
-        # value of ``sent`` to drain(), so begin() does not reset it. On NCCL seconds_waited means nothing, because
-        # the host does not wait.
+        # Totals since this object was created, which PipeFusion reads for its report. It also passes an
+        # earlier value of ``sent`` to drain(), so begin() does not reset it. On NCCL seconds_waited means
+        # nothing, because the host does not wait.
         self.sent = self.bytes_sent = 0
         self.seconds_waited = 0.0
         self.begin()
@@ -250,8 +250,8 @@ class Links:
         """Start to send ``x`` to the rank with index ``to``.
         Do not change ``x`` until :meth:`drain` has returned.
 
-        ``x`` is a block's stream, so its dtype is one that NCCL sends: unlike :meth:`broadcast_from`, this does not
-        convert those of ``NOT_SENT``.
+        ``x`` is a block's stream, so its dtype is one that NCCL sends: unlike :meth:`broadcast_from`, this
+        does not convert those of ``NOT_SENT``.
         """
         while self._outgoing and self._outgoing[0].work.is_completed():
             self._outgoing.popleft()

@@ -5,8 +5,8 @@ timeout of the last call that is not undone yet. When all calls are undone, it h
 first call again. Calls may be undone in any order. If the user sets another timeout on the group in the
 meantime, undoing a call does not change that timeout.
 
-``adapters/parallel/parts.py`` calls it for the option ``timeout``, which ``options.py`` and ``resolve.py`` there
-read by :func:`as_timedelta`. Tests: tests/adapters/parallel/test_undo.py.
+``adapters/parallel/parts.py`` calls it for the option ``timeout``, which ``options.py`` and ``resolve.py``
+there read by :func:`as_timedelta`. Tests: tests/adapters/parallel/test_undo.py.
 """
 
 from __future__ import annotations

@@ -62,13 +62,13 @@ _NOTHING: Mapping[Key, Filling] = {}
 class InstanceRecord:
     """The filled slots of one instance, and what runs in place of its methods, which is composed when slots change."""
 
-    # By slot, in the order in which they were filled first. Never changed in place: a change puts a new mapping
-    # here, so that code may keep an earlier one to restore it, or compare the two by identity.
+    # By slot, in the order in which they were filled first. Never changed in place: a change puts a new
+    # mapping here, so that code may keep an earlier one to restore it, or compare the two by identity.
     fillings: Mapping[Key, Filling] = field(default_factory=dict)
     # By method, the functions of all slots, nested around the method.
     chains: dict[str, Wrapper] = field(default_factory=dict)
-    # In place of __call__ if the module was compiled in place; None if slots replace other methods too, or if the
-    # instance is no module. The private class then runs the chain of __call__ around the compiled code.
+    # In place of __call__ if the module was compiled in place; None if slots replace other methods too, or if
+    # the instance is no module. The private class then runs the chain of __call__ around the compiled code.
     compiled_call: Wrapper | None = None
 
     def compose(self, instance: Any, fillings: Mapping[Key, Filling]) -> None:

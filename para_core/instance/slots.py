@@ -101,9 +101,10 @@ class Slot(IntEnum):
     def supplies_weights(self) -> bool:
         """Whether the feature moves, gathers or shards weights, so that the model cannot be called without it.
 
-        A verification calls the unmodified model with these slots only. Without a slot that is missing here it
-        would compute with no weights, or with those of one rank. Those of pipeline stages are missing because no
-        call of the unmodified model could pass them: ``para_core/verify/option.py`` refuses such a mesh.
+        A verification calls the unmodified model with these slots only. Without a slot that is missing here
+        it would compute with no weights, or with those of one rank. Those of pipeline stages are missing
+        because no call of the unmodified model could pass them: ``para_core/verify/option.py`` refuses such a
+        mesh.
         """
         return self in (
             Slot.WEIGHTS,

@@ -115,7 +115,8 @@ class LaunchState:
         display.line(f"starting {self.options.ranks} ranks" if self.options.ranks > 1 else "starting 1 rank")
         self.seeds.forget()
         random = self.seeds.state_for_call()
-        # Ctrl-C before the next line ends the group too, because nobody refers to it then (RankGroup.__del__).
+        # Ctrl-C before the next line ends the group too, because nobody refers to it then
+        # (RankGroup.__del__).
         group = self.options.start()
         try:
             self.group = group
@@ -251,13 +252,14 @@ class LaunchState:
             self.seeds.note_sent()
             if ticket.cancelled:
                 # If it was cancelled before ticket.running was set, the ranks have not been told. If later,
-                # they have: a second message changes nothing, because a rank keeps only the number of the call
-                # that was cancelled last, also of one that it has not begun.
+                # they have: a second message changes nothing, because a rank keeps only the number of the
+                # call that was cancelled last, also of one that it has not begun.
                 ticket.cancel()
             return running.wait()
         except BaseException:
             if not running.has_all_answers:
-                # Ctrl-C outside RunningCall.wait: the message may be cut off, or ranks may still run the call.
+                # Ctrl-C outside RunningCall.wait: the message may be cut off, or ranks may still run the
+                # call.
                 group.end(idle=False)
             raise
 

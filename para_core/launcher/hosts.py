@@ -31,7 +31,8 @@ from para_core.launcher.wire import Channel
 _MAIN = "from para_core.launcher.hosts import main_of_remote; main_of_remote(sys.argv)"
 # Bytes of the secret that a rank sends first. The caller loads pickles only from ranks that have it.
 _SECRET = 32
-# Environment variable by which a rank gets the secret: unlike its arguments, other users of its host cannot read it.
+# Environment variable by which a rank gets the secret: unlike its arguments, other users of its host cannot
+# read it.
 _SECRET_NAME = "PARA_CORE_LAUNCH_SECRET"
 # Bytes of the number of a rank, which follows.
 _NUMBER = 4
@@ -102,8 +103,8 @@ class RemoteProcess:
         return str(self._ask("describe_end", self._rank, otherwise="was lost with its host."))
 
     def _ask(self, method: str, *args: Any, otherwise: Any) -> Any:
-        """Return the answer of the agent; ``otherwise`` if its host is lost, or it does not answer within 30 s.
-        An exception of the agent's method is raised here.
+        """Return the answer of the agent; ``otherwise`` if its host is lost, or it does not answer within 30
+        s. An exception of the agent's method is raised here.
 
         So ``wait`` must not be asked to wait as long: RankGroup.end waits for 5 s.
         """
@@ -188,7 +189,8 @@ def start_ranks_on_hosts(ranks: int, hosts: int, timeout: float, env: Mapping[st
             channels = _accept_ranks(server, members, secret, end - time.monotonic())
         return _HostsGroup(agents, placement, members, channels, host)
     except BaseException:
-        # The ranks that agents have started end by themselves, because they lose their parent (connection.py).
+        # The ranks that agents have started end by themselves, because they lose their parent
+        # (connection.py).
         for agent in agents:
             ray.kill(agent)
         ray.util.remove_placement_group(placement)
@@ -235,7 +237,8 @@ def _start_agent(ray: Any, placement: Any, host: int, bundle: Mapping[str, float
         placement, placement_group_bundle_index=host
     )
     options = {"num_cpus": bundle["CPU"], "num_gpus": bundle.get("GPU", 0), "scheduling_strategy": strategy}
-    # The agent answers while another thread of it waits for a process: a call may ask it while the ranks are ended.
+    # The agent answers while another thread of it waits for a process: a call may ask it while the ranks are
+    # ended.
     return ray.remote(HostAgent).options(max_concurrency=16, **options).remote()
 
 
@@ -299,16 +302,16 @@ def _receive_greeting(connection: socket.socket, secret: bytes) -> int | None:
 def _channel_over(connection: socket.socket) -> Channel:
     """Return a channel over a TCP ``connection``. Both ends make theirs here.
 
-    A channel sends a small message in two parts. Without TCP_NODELAY the second part waits until the other end
-    has acknowledged the first, which takes some 40 ms.
+    A channel sends a small message in two parts. Without TCP_NODELAY the second part waits until the other
+    end has acknowledged the first, which takes some 40 ms.
     """
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return Channel(connection)
 
 
 def main_of_remote(arguments: Sequence[str]) -> None:
-    """Run a rank that an agent started. ``arguments``, those of :meth:`HostAgent.start`, follow the name of the
-    program.
+    """Run a rank that an agent started. ``arguments``, those of :meth:`HostAgent.start`, follow the name of
+    the program.
     """
     from para_core.launcher.rank import main
 

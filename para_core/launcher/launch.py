@@ -131,7 +131,8 @@ def _check_devices(devices: Any) -> None:
     for device in devices:
         if isinstance(device, bool) or not isinstance(device, (int, str)):
             raise TypeError(f"devices has {device!r}; expected numbers, or names for CUDA_VISIBLE_DEVICES.")
-        # An entry of CUDA_VISIBLE_DEVICES that is no GPU hides it and all after it: the ranks would use the CPU.
+        # An entry of CUDA_VISIBLE_DEVICES that is no GPU hides it and all after it: the ranks would use the
+        # CPU.
         if str(device).strip() == "" or str(device).strip().startswith("-"):
             raise ValueError(
                 f"devices has {device!r}; expected numbers of at least 0, or names for CUDA_VISIBLE_DEVICES."

@@ -1,8 +1,8 @@
 """The process group of a rank, which is made before the pipeline is loaded, even if ``load`` asks for it again.
 
 Only ``rank.py`` calls this. Groups of meshes are made later, in :mod:`para_core.distributed.groups`. Tests:
-tests/launcher/test_calls.py, where a ``load`` asks for the group again, and tests/launcher/test_cancel.py for the
-group of the launcher's exchanges. No test has a GPU; the examples below stand for one.
+tests/launcher/test_calls.py, where a ``load`` asks for the group again, and tests/launcher/test_cancel.py for
+the group of the launcher's exchanges. No test has a GPU; the examples below stand for one.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ def accept_repeated_init(timeout: timedelta) -> Iterator[None]:
     process, so only a process that this package started enters this context.
 
     ``load`` and its modules get the replacement also by ``from torch.distributed import init_process_group``,
-    because they are unpickled and imported inside this context. A module that was imported before, and holds the
-    function by that statement, gets torch's error at a second group.
+    because they are unpickled and imported inside this context. A module that was imported before, and holds
+    the function by that statement, gets torch's error at a second group.
     """
     original = dist.init_process_group
 
@@ -92,8 +92,8 @@ def accept_repeated_init(timeout: timedelta) -> Iterator[None]:
 
 
 def _check_same(arguments: dict[str, Any], timeout: timedelta) -> None:
-    """Raise ValueError if arguments of ``init_process_group`` ask for another group than the default one, whose
-    timeout is ``timeout``, or for another GPU than :func:`join_process_group` has selected.
+    """Raise ValueError if arguments of ``init_process_group`` ask for another group than the default one,
+    whose timeout is ``timeout``, or for another GPU than :func:`join_process_group` has selected.
     """
     gpu = None
     if torch.cuda.is_available():

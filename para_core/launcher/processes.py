@@ -28,8 +28,8 @@ from para_core.launcher.wire import Body, Channel
 # A rank has the caller's search path before it imports anything.
 _PATH = "import json, sys; sys.path[:] = json.loads(sys.argv.pop()); "
 _MAIN = "from para_core.launcher.rank import main_of_child; main_of_child(*map(int, sys.argv[1:]))"
-# Environment variables by which torchrun, Slurm and MPI tell a process its rank: their names, and prefixes if a
-# launcher sets many.
+# Environment variables by which torchrun, Slurm and MPI tell a process its rank: their names, and prefixes if
+# a launcher sets many.
 _LAUNCHER_NAMES = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "NODE_RANK"),
     *("ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
@@ -88,8 +88,8 @@ class LocalProcess:
             try:
                 # The rank leads a session, in which are the processes that it started, such as compile
                 # workers. They may outlive it, so the signal is sent also if wait() has seen its end. As long
-                # as one of them lives, the system gives the number to no other process. If none does, it could,
-                # but only after all other numbers.
+                # as one of them lives, the system gives the number to no other process. If none does, it
+                # could, but only after all other numbers.
                 os.killpg(self._process.pid, signal.SIGKILL)
             except ProcessLookupError:
                 pass
@@ -156,8 +156,8 @@ class RankGroup:
     def end(self, *, idle: bool) -> None:
         """End all ranks. Those that are ``idle`` are told to, and get some seconds for it.
 
-        ``ended`` is set at the beginning, so that calls fail at once. A second call meanwhile, in another thread,
-        returns before the processes have ended.
+        ``ended`` is set at the beginning, so that calls fail at once. A second call meanwhile, in another
+        thread, returns before the processes have ended.
         """
         if self.ended or os.getpid() != self.owner:
             return
@@ -212,8 +212,8 @@ def _receive_messages(
 
 
 def is_set_by_launcher(name: str) -> bool:
-    """Whether a launcher sets the environment variable ``name`` to tell a process its rank. A process that this
-    one starts has another rank, so it must not inherit the variable.
+    """Whether a launcher sets the environment variable ``name`` to tell a process its rank. A process that
+    this one starts has another rank, so it must not inherit the variable.
     """
     return name in _LAUNCHER_NAMES or name.startswith(_LAUNCHER_PREFIXES)
 

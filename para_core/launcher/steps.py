@@ -29,8 +29,8 @@ def pipelines_of(pipe: Any) -> list[Any]:
 
 
 def hook_progress_bars(pipe: Any, connection: CallerConnection) -> None:
-    """Replace ``progress_bar`` of the rank's pipeline, of the pipelines that it combines, and of the blocks of a
-    modular pipeline.
+    """Replace ``progress_bar`` of the rank's pipeline, of the pipelines that it combines, and of the blocks
+    of a modular pipeline.
     """
     for owner in [*pipelines_of(pipe), *_nested_blocks(getattr(pipe, "_blocks", None))]:
         if callable(getattr(owner, "progress_bar", None)):
@@ -96,8 +96,8 @@ class Bar(tqdm):  # type: ignore[misc]
         return None
 
     def close(self) -> None:
-        # Once: tqdm closes a bar again when it is garbage. Garbage may be collected while this thread sends another
-        # message, whose lock it would wait for without end.
+        # Once: tqdm closes a bar again when it is garbage. Garbage may be collected while this thread sends
+        # another message, whose lock it would wait for without end.
         if self._is_open:
             self._is_open = False
             self._connection.report("bar closed", self._number)

@@ -1,7 +1,7 @@
 """The settings of torch that belong to a thread, gradients and autocast: a call on a rank has those of the caller.
 
-``handle.py`` reads them, and applies them to the thread of an awaited call, with its callbacks; ``rank.py`` applies
-them on each rank. Tests: tests/launcher/test_calls.py.
+``handle.py`` reads them, and applies them to the thread of an awaited call, with its callbacks; ``rank.py``
+applies them on each rank. Tests: tests/launcher/test_calls.py.
 """
 
 from __future__ import annotations

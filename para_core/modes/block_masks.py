@@ -60,8 +60,8 @@ class ShardedMaskMod:
 
 def layout_id(layout: SequenceLayout) -> int:
     """Return a hash of ``layout`` from 0 to 2³¹ - 2, equal on all ranks for equal layouts. Names of segments
-    do not count, as in :func:`~para_core.modes.flex_attention._are_equal_layouts`, which compares layouts in a
-    graph: change both. The multiplier and the modulus are primes, so that layouts with similar numbers of
+    do not count, as in :func:`~para_core.modes.flex_attention._are_equal_layouts`, which compares layouts in
+    a graph: change both. The multiplier and the modulus are primes, so that layouts with similar numbers of
     tokens have different hashes.
     """
     number = layout.ranks

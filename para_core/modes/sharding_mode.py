@@ -1,9 +1,9 @@
 """The base class of the modes that a user enters for attention: it shards and gathers tensors, and keeps the
 layouts of sharded sequences.
 
-It intercepts nothing: that is in the subclasses of :mod:`.layout_mode` and :mod:`.batch_parallel`. A subclass in
-``para_core/comparison/runs.py`` notes what is sharded: it overrides ``_remember`` and ``_trace_safe``. Tests:
-tests/modes/test_unified.py, tests/attention/test_inputs.py.
+It intercepts nothing: that is in the subclasses of :mod:`.layout_mode` and :mod:`.batch_parallel`. A subclass
+in ``para_core/comparison/runs.py`` notes what is sharded: it overrides ``_remember`` and ``_trace_safe``.
+Tests: tests/modes/test_unified.py, tests/attention/test_inputs.py.
 """
 
 from __future__ import annotations
@@ -239,8 +239,8 @@ class ShardingMode(TorchFunctionMode):
         Raises:
             TypeError: If ``y`` is no tensor or ``sequence`` no layout. In eager code all ranks raise.
             ValueError: If ``dim`` is out of range, or a rank's part does not have the length that the layout
-                gives it; if ``sequence`` is missing, also if several sequences are known, or a balanced one was
-                sharded before the mode was entered or left. In eager code all ranks raise.
+                gives it; if ``sequence`` is missing, also if several sequences are known, or a balanced one
+                was sharded before the mode was entered or left. In eager code all ranks raise.
             RuntimeError: If ``sequence`` is missing inside a compiled function.
         """
         if sequence is None and torch.compiler.is_compiling():

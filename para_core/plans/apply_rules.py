@@ -221,13 +221,13 @@ class RuleExecutor(SplitRules, GatheredOutputs):
         return lengths.clamp(max=self.segment(rule.segment).size(self.mesh.rank, self.mesh.ranks))
 
     def apply_to_outputs(self, output: Any, rules: Mapping[int | str, ShardRule], module_name: str) -> Any:
-        """Return a module's output, a tensor, tuple, list or dataclass, with each rule of ``rules`` applied at its
-        index, or at an index and the path of a field, such as ``"0.x"``. A tensor or dataclass has the index 0,
-        as has a named tuple if there is a path. Collective if one of the rules is a :class:`Gather`.
+        """Return a module's output, a tensor, tuple, list or dataclass, with each rule of ``rules`` applied
+        at its index, or at an index and the path of a field, such as ``"0.x"``. A tensor or dataclass has the
+        index 0, as has a named tuple if there is a path. Collective if one of the rules is a :class:`Gather`.
 
         Raises:
-            TypeError: The module returned something else, such as a dict, or the kind of an output does not fit
-                its rule.
+            TypeError: The module returned something else, such as a dict, or the kind of an output does not
+                fit its rule.
             ValueError: The module returned fewer outputs, or the shape of one does not fit its rule.
         """
         for key, rule in rules.items():

@@ -27,9 +27,9 @@ class SegmentsOfCall:
     """The segments of one call of a model at a time, on the ranks of ``mesh``.
 
     PipeFusion overrides :meth:`new_segment`, :meth:`fewest_on_a_rank`, :meth:`put_together` and
-    :meth:`with_equal_bits` for a patch of the tokens (:mod:`para_core.weights.patch_hooks`), so the rules must
-    make the segments that may be sharded, and reach other ranks, through these. Only a rule with ``together``
-    makes its segment otherwise, and :func:`~para_core.weights.patch_plan.patch_plan` refuses it.
+    :meth:`with_equal_bits` for a patch of the tokens (:mod:`para_core.weights.patch_hooks`), so the rules
+    must make the segments that may be sharded, and reach other ranks, through these. Only a rule with
+    ``together`` makes its segment otherwise, and :func:`~para_core.weights.patch_plan.patch_plan` refuses it.
 
     :attr:`segments` holds, by name, the segments that the rules of the current call have sharded or
     replicated so far, to which later rules refer. The caller clears it after each call. ``coarse`` are the
@@ -80,8 +80,8 @@ class SegmentsOfCall:
         """Return the segment of a tensor in which the tokens of each entry of a dim, such as a frame, stay
         together.
 
-        A replicated segment has groups as well, by which later rules know a tensor with an entry for each. Raise
-        ``ValueError`` if ``value`` lacks one of the dims ``split.together``.
+        A replicated segment has groups as well, by which later rules know a tensor with an entry for each.
+        Raise ``ValueError`` if ``value`` lacks one of the dims ``split.together``.
         """
         if not all(-value.ndim <= dim < value.ndim for dim in split.together):
             raise ValueError(

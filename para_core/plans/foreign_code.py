@@ -2,8 +2,8 @@
 
 A plan knows what the code of one class does with tokens. A subclass with another ``forward``, a replaced
 submodule, an attention processor or a hook may look at the whole sequence, count tokens or index them, and
-would be wrong without an error. What a module calls but does not hold, such as a function of the user's in the
-module's globals, is not found.
+would be wrong without an error. What a module calls but does not hold, such as a function of the user's in
+the module's globals, is not found.
 
 This only finds and names the code. :mod:`.attention_check` warns of it, and ``adapters/vae/unet.py`` does for
 a UNet. Tests: tests/plans/test_foreign_code.py.
@@ -116,8 +116,8 @@ def _module_of(code: Any) -> str:
 
 def _package_of(code: Any) -> str:
     """Return the name of the package that defines a class, a function or a callable object."""
-    # The first two cases are those of _module_of(), repeated to save two Python calls for each kind of module:
-    # tests/test_walks.py counts them.
+    # The first two cases are those of _module_of(), repeated to save two Python calls for each kind of
+    # module: tests/test_walks.py counts them.
     if isinstance(code, type):
         return code.__module__.partition(".")[0]
     if isinstance(code, FunctionType):

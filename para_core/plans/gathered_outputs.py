@@ -2,8 +2,8 @@
 
 The segments that a gather refers to were noted by :mod:`.split_rules` earlier in the same call. Outputs of
 split samples are gathered in :mod:`.samples`. :mod:`.region` calls :meth:`GatheredOutputs.gather_outputs` for
-the model, and :mod:`.submodule_calls` for the modules that a plan names. Tests: tests/plans/test_exactness.py,
-tests/plans/test_plan.py.
+the model, and :mod:`.submodule_calls` for the modules that a plan names. Tests:
+tests/plans/test_exactness.py, tests/plans/test_plan.py.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class GatheredOutputs(SegmentsOfCall):
 
     def __init__(self, mesh: SequenceMesh, coarse: Collection[str] = ()) -> None:
         super().__init__(mesh, coarse)
-        # In eager code, the layouts of outputs, by the dim of the rule, segment, number of tokens or groups, and
-        # of dims.
+        # In eager code, the layouts of outputs, by the dim of the rule, segment, number of tokens or groups,
+        # and of dims.
         self._known_gathers: dict[tuple[int, Segment, int, int], _KnownGather] = {}
 
     def gather_outputs(self, output: Any, gathers: Sequence[Gather | None]) -> Any:
@@ -77,8 +77,8 @@ class GatheredOutputs(SegmentsOfCall):
                 f"the plan gathers an output that is a {type(output).__name__}; expected a tensor, tuple, list, dict "
                 "or dataclass. Name a module inside it that returns the tensor."
             )
-        # Change a ModelOutput in place, because its entries are also attributes. It has no entry for a field that
-        # is None, so count its fields.
+        # Change a ModelOutput in place, because its entries are also attributes. It has no entry for a field
+        # that is None, so count its fields.
         names = list(getattr(output, "__dataclass_fields__", output))
         for name, gather in zip(names, gathers, strict=False):
             if name in output:

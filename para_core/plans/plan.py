@@ -20,8 +20,8 @@ from typing import Any, Literal
 def _require_tuple(field: str, names: object) -> None:
     """Raise ``TypeError`` if ``names``, the value of ``field``, is no tuple.
 
-    The letters of a single name would count as segments that no rule shards, so that each rank would attend to its
-    own tokens only, in silence.
+    The letters of a single name would count as segments that no rule shards, so that each rank would attend
+    to its own tokens only, in silence.
     """
     if not isinstance(names, tuple):
         raise TypeError(f"{field} is {names!r}; expected a tuple of names, such as {field}=('image',).")
@@ -38,9 +38,9 @@ class Split:
     equal names have equal lengths, and attention is not intercepted. The plans of diffusers have such rules
     for position ids.
 
-    At most one of ``after``, ``then_replicated``, ``after_replicated``, ``runs``, ``only`` and ``together`` may
-    be given, because each says what else ``dim`` holds or leaves out. ``per=None`` excludes all of them, and
-    ``together`` excludes ``per``.
+    At most one of ``after``, ``then_replicated``, ``after_replicated``, ``runs``, ``only`` and ``together``
+    may be given, because each says what else ``dim`` holds or leaves out. ``per=None`` excludes all of them,
+    and ``together`` excludes ``per``.
 
     Args:
         dim (`int`): The dim to split.
@@ -200,8 +200,8 @@ class Gather:
             tuple.
 
     Raises:
-        ValueError: More than one of ``per``, ``after_replicated`` and ``then_replicated`` is given: the numbers of
-            tokens and of other entries would be unknown.
+        ValueError: More than one of ``per``, ``after_replicated`` and ``then_replicated`` is given: the
+            numbers of tokens and of other entries would be unknown.
     """
 
     dim: int
@@ -283,8 +283,8 @@ class Attention:
         mask (`"keys"` or `"pairs"`, *optional*): The form of the model's mask if its tokens are sharded.
             ``"keys"``: the columns are only this rank's keys, and are gathered from all ranks. ``"pairs"``:
             an entry says whether two tokens of this rank are both valid, so the diagonal is used as the key
-            mask; the first eager call compares the other entries. By default the form follows from the size of the
-            mask.
+            mask; the first eager call compares the other entries. By default the form follows from the size
+            of the mask.
 
     Raises:
         TypeError: ``queries`` or ``keys`` is no tuple.
@@ -493,8 +493,8 @@ class Plan:
         Tensors of any number of dims are then accepted: ``ndim`` protects a split, and nothing is split.
 
         Raises:
-            ValueError: The number of tokens of ``segment`` is not the size of the dim at which the plan splits
-                it: a rule has ``per``, ``after`` or ``after_replicated``, or is a :class:`Count`.
+            ValueError: The number of tokens of ``segment`` is not the size of the dim at which the plan
+                splits it: a rule has ``per``, ``after`` or ``after_replicated``, or is a :class:`Count`.
         """
         inner = {name: _with_replicated(rules, segment) for name, rules in self.inner.items()}
         return replace(
@@ -505,8 +505,8 @@ class Plan:
 
 
 def _with_replicated(rules: Mapping[Any, ShardRule], segment: str) -> dict[Any, ShardRule]:
-    """Return ``rules`` in which ``segment`` is replicated, without those of tensors that accompany its tokens.
-    Raise ``ValueError`` for a rule that a :class:`Replicate` cannot replace.
+    """Return ``rules`` in which ``segment`` is replicated, without those of tensors that accompany its
+    tokens. Raise ``ValueError`` for a rule that a :class:`Replicate` cannot replace.
     """
 
     def is_companion(rule: ShardRule | None) -> bool:

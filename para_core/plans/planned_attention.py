@@ -35,8 +35,9 @@ from para_core.plans.exchange import PAST
 from para_core.plans.plan import Attention
 from para_core.torch_internals import top_saved_tensors_hooks
 
-# Number of entries from which each of the two caches of a PreparedAttention, `attentions` and `computed_by`, is
-# emptied: the first before it gets another, the second only when segments are set, so that one call may add more.
+# Number of entries from which each of the two caches of a PreparedAttention, `attentions` and `computed_by`,
+# is emptied: the first before it gets another, the second only when segments are set, so that one call may
+# add more.
 _MOST_KNOWN = 64
 
 # Segments that no call shards count as replicated. mesh.single_rank() needs such segments, in a layout of all
@@ -66,8 +67,8 @@ class PreparedAttention:
         trace_safe: ``segments`` in a form that Dynamo can trace.
         computed_by: What computes each plan entry, by the id of the entry, which is cheaper than hashing it;
             None for SDPA on one device. The values refer to the entries, so that the ids stay valid.
-        pairs_checked: The plan entries for which a mask of the form ``"pairs"`` has passed its check. Equal on all
-            ranks, because they make the same attention calls.
+        pairs_checked: The plan entries for which a mask of the form ``"pairs"`` has passed its check. Equal
+            on all ranks, because they make the same attention calls.
     """
 
     mesh: SequenceMesh
@@ -246,7 +247,8 @@ class PlannedAttention:
             )
         # A single row is left, so that only the keys are this rank's, and the MeshAttention gathers them.
         valid = mask.diagonal(dim1=-2, dim2=-1)
-        # Not AttentionCheck.due, which depends on the hooks and processors of this process: the check is collective.
+        # Not AttentionCheck.due, which depends on the hooks and processors of this process: the check is
+        # collective.
         if not torch.compiler.is_compiling() and attention not in self.prepared.pairs_checked:
             with together(self.mesh, "a mask of the plan"):
                 _check_pairs(mask, valid)

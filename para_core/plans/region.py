@@ -407,7 +407,8 @@ class Region:
         matches = match_modules(module, self.plan)
         submodules = {name: submodule for name, (submodule, _) in matches.items()}
         if submodules != self.submodules:
-            # Look everything up before anything changes: a call after an error would take half of the hooks for all.
+            # Look everything up before anything changes: a call after an error would take half of the hooks
+            # for all.
             hooks: list[tuple[nn.Module, Wrapper]] = []
             for submodule, rules in matches.values():
                 if isinstance(rules.attention, AttentionByHeads):

@@ -62,7 +62,8 @@ def select_samples(value: Any, dim: int | None, total: int, batch: MeshDim) -> A
     if not isinstance(value, Tensor) or value.ndim <= dim or value.shape[dim] != total:
         return value
     size = total // batch.size
-    # A view would begin at another address on each rank, and kernels are chosen by the alignment of addresses.
+    # A view would begin at another address on each rank, and kernels are chosen by the alignment of
+    # addresses.
     return value.narrow(dim, batch.index * size, size).clone()
 
 
@@ -79,7 +80,8 @@ def select_arguments(
 
     The first parameter in ``plan.batched`` has the number. It is None, and the arguments are unchanged, if an
     argument of ``plan.unshared`` is given. The same happens, with a warning in eager code, if the number is
-    unknown or not a multiple of the size of ``batch``. All ranks decide the same, because they get equal arguments.
+    unknown or not a multiple of the size of ``batch``. All ranks decide the same, because they get equal
+    arguments.
 
     Raises:
         ValueError: An argument holds tensors but is not listed in ``batched``, ``common`` or ``unshared`` of

@@ -44,7 +44,8 @@ class SplitRules(SegmentsOfCall):
 
     def __init__(self, mesh: SequenceMesh, coarse: Collection[str] = ()) -> None:
         super().__init__(mesh, coarse)
-        # In eager code, the sharding of tensors that a plain Split cuts, by segment name and number of tokens.
+        # In eager code, the sharding of tensors that a plain Split cuts, by segment name and number of
+        # tokens.
         self._known_cuts: dict[tuple[str, int], _KnownCut] = {}
         self._on_tokens: OnTokens | None = None
 
@@ -65,8 +66,8 @@ class SplitRules(SegmentsOfCall):
             self._on_tokens(value, (segment_name,))
 
     def split_known(self, value: Tensor, split: Split, name: str) -> Tensor | None:
-        """Return this rank's part of ``value`` if ``split`` is plain, :meth:`_split_eagerly` has split as many
-        tokens of its segment before, and the segment is new in this call or was noted so; else None.
+        """Return this rank's part of ``value`` if ``split`` is plain, :meth:`_split_eagerly` has split as
+        many tokens of its segment before, and the segment is new in this call or was noted so; else None.
 
         It does what :meth:`split` does, with fewer Python calls: change both.
         """

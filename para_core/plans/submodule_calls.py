@@ -40,11 +40,12 @@ class SubmoduleCalls:
     """The calls of the submodules of one region.
 
     Two cells of :class:`~para_core.plans.planned_attention.PlannedAttention` are shared with the region:
-    ``active[0]``, whether attention is intercepted, which :attr:`intercept_if_sharded` sets and a gather clears
-    here, and ``intercepted[0]``, the evidence in the table of :class:`AttentionCheck`.
+    ``active[0]``, whether attention is intercepted, which :attr:`intercept_if_sharded` sets and a gather
+    clears here, and ``intercepted[0]``, the evidence in the table of :class:`AttentionCheck`.
 
     Each function that this makes tests for hooks of saved tensors before ``bind_checkpoint``, which says why.
-    The lines are repeated, because a function for them would be one Python call more for each module and step.
+    The lines are repeated, because a function for them would be one Python call more for each module and
+    step.
 
     Args:
         mesh: The ranks.
@@ -267,8 +268,8 @@ class SubmoduleCalls:
     def _leave_heads(
         self, first: str, call: Wrapper, projection: nn.Module, /, *args: Any, **kwargs: Any
     ) -> Any:
-        """Exchange the attention output back, and run the output projection with it. It is the first argument, also
-        if the model passes it by its name ``first``. Collective.
+        """Exchange the attention output back, and run the output projection with it. It is the first
+        argument, also if the model passes it by its name ``first``. Collective.
         """
         if self._head_exchanges:
             exchange = self._head_exchanges[-1]

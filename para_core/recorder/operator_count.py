@@ -25,9 +25,9 @@ _NO_LAUNCH = {
     "aten::_local_scalar_dense",  # copies a number to the host
     "_c10d_functional::wait_tensor",  # makes the stream wait
 }
-# Matrix products, each with the position of its first factor ``[..., n, k]``. Linear layers, einsum and matmul
-# become these. Products with a vector (mv, dot) count as bytes, which bound them. There are none of 8 bits,
-# because the planner counts a model with plain weights.
+# Matrix products, each with the position of its first factor ``[..., n, k]``. Linear layers, einsum and
+# matmul become these. Products with a vector (mv, dot) count as bytes, which bound them. There are none of 8
+# bits, because the planner counts a model with plain weights.
 _MATRIX_PRODUCTS = {"aten::mm": 0, "aten::bmm": 0, "aten::addmm": 1, "aten::baddbmm": 1}
 
 
@@ -101,7 +101,8 @@ def operations_of_product(event: OperatorCall) -> float | None:
         return 2.0 * output.numel() * factor.shape[-1]
     if name == "aten::convolution":
         weight: Tensor = event.args[1]
-        # weight[0] makes one entry of the output, or if transposed, it is multiplied by one entry of the input.
+        # weight[0] makes one entry of the output, or if transposed, it is multiplied by one entry of the
+        # input.
         entries: Tensor = event.output
         is_transposed: bool = event.args[6]
         if is_transposed:

@@ -126,8 +126,8 @@ class Recorder(TorchFunctionMode):
             call = self._calls.pop()
             if call.entered:
                 self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-            # torch passes None as the output of a module that raised, while its error is handled. A module that
-            # returns None to a caller that handles an error looks the same, and has no ModuleEnd either.
+            # torch passes None as the output of a module that raised, while its error is handled. A module
+            # that returns None to a caller that handles an error looks the same, and has no ModuleEnd either.
             has_raised = output is None and sys.exc_info()[0] is not None
             if not has_raised:
                 del self.running[call.depth :]

@@ -1,8 +1,9 @@
 """Count launches, collectives and sent bytes of this process, while a model or pipeline runs on real tensors.
 
 ``cli/measurement.py`` reports these counts, and tests compare them with what is expected. A new kernel behind
-an operator must be added to ``_KERNELS``: without it the operators of its plain code are counted, which only the
-budgets of attention would notice. Tests: tests/attention/test_launches.py, tests/kernels/test_device_tables.py.
+an operator must be added to ``_KERNELS``: without it the operators of its plain code are counted, which only
+the budgets of attention would notice. Tests: tests/attention/test_launches.py,
+tests/kernels/test_device_tables.py.
 """
 
 from __future__ import annotations
@@ -122,7 +123,8 @@ def bytes_sent(func: OpOverload, args: Sequence[Any]) -> int | None:
     """Return the bytes that this rank sends to other ranks in a call of the operator ``func``.
 
     A broadcast counts on every rank, as if each passed the bytes on. Return None if ``func`` is not a
-    collective, is one of c10d that nothing here uses (not in ``_KINDS``), or only exchanges records between CPUs.
+    collective, is one of c10d that nothing here uses (not in ``_KINDS``), or only exchanges records between
+    CPUs.
     """
     namespace, _, name = schema_of(func).name.partition("::")
     if namespace == "para_core" and name == "all_gather":

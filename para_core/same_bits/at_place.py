@@ -82,8 +82,9 @@ def resize(x: Tensor, sizes: Sequence[int]) -> Tensor:
         gap = _gap_between_rows(x, order)
         zeros = x.new_zeros([*in_memory[:-1], in_memory[-1] + gap]).narrow(-1, 0, in_memory[-1])
     zeros = zeros.permute([order.index(dim) for dim in range(x.ndim)])
-    # Kernels read the stride of a dim of one element, too, which a view may have from another tensor. If it is
-    # that of the dim around it, they take both dims for one, and the zeros have equal strides there as well.
+    # Kernels read the stride of a dim of one element, too, which a view may have from another tensor. If it
+    # is that of the dim around it, they take both dims for one, and the zeros have equal strides there as
+    # well.
     new_strides = [*zeros.stride()]
     stride = 1
     for index in reversed(range(x.ndim)):
@@ -96,11 +97,11 @@ def resize(x: Tensor, sizes: Sequence[int]) -> Tensor:
 
 
 def _strides_of_view(x: Tensor, order: Sequence[int], sizes: Sequence[int]) -> list[int] | None:
-    """Return the strides that ``x``, a view of some channels for example, has if the tensor that it is a view of
-    has the given sizes; None if they are unknown.
+    """Return the strides that ``x``, a view of some channels for example, has if the tensor that it is a view
+    of has the given sizes; None if they are unknown.
 
-    A stride grows with the dims inside of it whose sizes change. It must be a multiple of what they span, which
-    it is not in a view of some of the tokens.
+    A stride grows with the dims inside of it whose sizes change. It must be a multiple of what they span,
+    which it is not in a view of some of the tokens.
     """
     strides = [*x.stride()]
     # The elements that the last changed dim and those inside of it span, in x and in the result.

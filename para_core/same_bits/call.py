@@ -2,8 +2,8 @@
 
 - :class:`SameBitsCalls` lives as long as the option. It knows which calls were checked: by the kinds of their
   arguments, of the model's weights and of its adapters, and only while the code of the model stays the same.
-- A :class:`~para_core.same_bits.row_check.RowCheck` lives for one checked call. It compares each new function,
-  and holds the findings and products that the ranks then exchange.
+- A :class:`~para_core.same_bits.row_check.RowCheck` lives for one checked call. It compares each new
+  function, and holds the findings and products that the ranks then exchange.
 - A :class:`~para_core.same_bits.found.Found` is what remains of a check, for later calls of that kind: which
   functions are computed at their place, and which sequences they get.
 
@@ -50,8 +50,8 @@ _COMPILED = (
 class _ModelFunctions:
     """A snapshot of what decides which functions a call of a model runs, besides its arguments.
 
-    Hooks are left out: a user may register one on a single rank, to log for example, and that rank would begin
-    a check alone. A model has over a thousand modules, so :meth:`is_unchanged` is made of loops in C.
+    Hooks are left out: a user may register one on a single rank, to log for example, and that rank would
+    begin a check alone. A model has over a thousand modules, so :meth:`is_unchanged` is made of loops in C.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -111,8 +111,8 @@ class SameBitsCalls:
         # The findings of each call with which ranks have the bits of one process, by what it was checked for.
         self._checked: dict[tuple[Any, ...], Found] = {}
         self._functions: _ModelFunctions | None = None
-        # Those of the current call: _run sets both, and _run_part, which runs inside of it, reads them. A check
-        # fills the same Found.
+        # Those of the current call: _run sets both, and _run_part, which runs inside of it, reads them. A
+        # check fills the same Found.
         self._check: RowCheck | None = None
         self._found = Found()
 
@@ -228,8 +228,9 @@ class SameBitsCalls:
 
     def _conclude(self, check: RowCheck) -> None:
         """Raise ``RuntimeError`` on every rank if the check of a finished call found anything. Collective."""
-        # Ranks along "batch" share the samples of this call, or each makes calls of its own, of another branch of
-        # guidance. Products of such calls differ by right: test_flux_has_the_bytes_of_one_process on 2 × 1 × 2.
+        # Ranks along "batch" share the samples of this call, or each makes calls of its own, of another
+        # branch of guidance. Products of such calls differ by right: test_flux_has_the_bytes_of_one_process
+        # on 2 × 1 × 2.
         calling = self._mesh if check.shares_samples else self._mesh.sequence
         of_ranks = exchange((check.findings, check.products), calling)
         found = [line for findings, _ in of_ranks for line in findings]

@@ -32,19 +32,19 @@ def group_norm_of_rows(
 ) -> Tensor:
     """Return this rank's rows of ``F.group_norm``, with the bits of one process. Collective: two all-to-alls.
 
-    Of ``x`` with ``n`` bytes on a rank, each rank sends ``n · (ranks − 1) / ranks`` bytes in each; the default
-    norm sends statistics of a few bytes per group. ``groups`` must divide the channels, and rows must lie behind
-    them (``rows.dim`` > 1): the caller checks both. Groups need not divide by the ranks: some ranks get one more,
-    and with more ranks than groups some get none.
+    Of ``x`` with ``n`` bytes on a rank, each rank sends ``n · (ranks − 1) / ranks`` bytes in each; the
+    default norm sends statistics of a few bytes per group. ``groups`` must divide the channels, and rows must
+    lie behind them (``rows.dim`` > 1): the caller checks both. Groups need not divide by the ranks: some
+    ranks get one more, and with more ranks than groups some get none.
 
-    Bits are those of one process with the same number of threads: with channels last, a CPU adds up the rows of
-    a large image per thread.
+    Bits are those of one process with the same number of threads: with channels last, a CPU adds up the rows
+    of a large image per thread.
     """
     groups_of_ranks = divide_evenly(groups, ranks.size)
     channels_per_group = x.shape[1] // groups
     channels = tuple([count * channels_per_group for count in groups_of_ranks])
-    # This is the format that one process would choose, on every rank: the rows of a rank have the order of dims
-    # in memory of the whole image, and each rank has at least one row, so that no part is empty.
+    # This is the format that one process would choose, on every rank: the rows of a rank have the order of
+    # dims in memory of the whole image, and each rank has at least one row, so that no part is empty.
     memory_format = _format_of_group_norm(x)
     part = _exchange_rows_for_channels(x, rows, channels, ranks)
     first, number = sum(channels[: ranks.index]), channels[ranks.index]

@@ -123,8 +123,8 @@ def _sum(mode: SameBitsRows, func: Function, args: Sequence[Any], kwargs: dict[s
 
 
 def _run_if_real(mode: SameBitsRows, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Run a function that IEEE 754 rounds for real numbers. For complex ones it is several operations, and a CPU
-    may round them otherwise in the last few elements of a tensor.
+    """Run a function that IEEE 754 rounds for real numbers. For complex ones it is several operations, and a
+    CPU may round them otherwise in the last few elements of a tensor.
     """
     values = (*args, *kwargs.values())
     if any(isinstance(x, complex) or (isinstance(x, Tensor) and x.is_complex()) for x in values):

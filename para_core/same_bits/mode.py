@@ -54,7 +54,8 @@ class SameBits(TorchFunctionMode):
                     positional = ()
                 is_in_place = others.pop("inplace", False)
                 out = others.pop("out", None)
-                # Neither a check, which computes the same again, nor a function at its place may write to x or out.
+                # Neither a check, which computes the same again, nor a function at its place may write to x
+                # or out.
                 output = self._run(TorchCall(func, x, positional, others))
                 if is_in_place:
                     return x.copy_(output)

@@ -68,8 +68,8 @@ class PlacedRows:
             kind: The function, and what its bits may depend on.
             tensors: The tensors with rows.
             compute: Returns the function of such tensors.
-            compute_at_place: Returns this rank's part, with the given tag, of the function in one process. Both
-                write to the first tensor, and return it, if the function is one in place.
+            compute_at_place: Returns this rank's part, with the given tag, of the function in one process.
+                Both write to the first tensor, and return it, if the function is one in place.
         """
         known = self._known.get(kind)
         if known is None:

@@ -4,8 +4,8 @@ rows.
 Rows are sharded over all ranks of a mesh, of which :mod:`.row_group` makes one group.
 
 The autoencoders and UNets of ``adapters/vae/`` enter it, and :mod:`para_core.same_bits.image_rows` derives
-the mode with the bits of one process from it. Each rule is in one of the files that ``ROW_RULES`` lists. Tests:
-tests/spatial/test_functions.py, and tests/spatial/test_vaes.py with models.
+the mode with the bits of one process from it. Each rule is in one of the files that ``ROW_RULES`` lists.
+Tests: tests/spatial/test_functions.py, and tests/spatial/test_vaes.py with models.
 """
 
 from __future__ import annotations
@@ -101,8 +101,8 @@ class SpatialShardMode(TorchFunctionMode):
             `Tensor`: This rank's rows, a copy with their tag. On one rank ``x`` itself, of any number of rows.
 
         Raises:
-            ValueError: If ``dim`` is out of range, the sizes do not fit the number of rows or ranks, a rank would
-                get less than two units, or one before the last no multiple of ``unit``.
+            ValueError: If ``dim`` is out of range, the sizes do not fit the number of rows or ranks, a rank
+                would get less than two units, or one before the last no multiple of ``unit``.
         """
         if not -x.ndim <= dim < x.ndim:
             raise ValueError(f"dim={dim} is out of range for a tensor of shape {list(x.shape)}.")

@@ -40,16 +40,16 @@ class Tiles(TorchFunctionMode):
         self.ranks, self.mesh = ranks, mesh
         # The number of the current tile, by which its rank is chosen.
         self._tile = -1
-        # Whether the next call begins a tile. A VAE passes its ``feat_cache``, a list of None, also to the first
-        # call of a tile; its ``conv_cache`` is None in that call.
+        # Whether the next call begins a tile. A VAE passes its ``feat_cache``, a list of None, also to the
+        # first call of a tile; its ``conv_cache`` is None in that call.
         self._is_fresh = True
         # The outputs that this rank has computed or received, by number of the call.
         self._values: dict[int, Any] = {}
         self._owners: list[int] = []
         # Number of calls whose outputs every rank has.
         self._num_exchanged = 0
-        # Writes of pending tiles into other tensors, as (target, index, tile), until a tensor with the memory of one
-        # of the targets is read.
+        # Writes of pending tiles into other tensors, as (target, index, tile), until a tensor with the memory
+        # of one of the targets is read.
         self._writes: list[tuple[Tensor, Any, Pending]] = []
         # The memory of their targets, which is looked up for each function.
         self._written: set[int] = set()
@@ -170,9 +170,10 @@ class Pending:
     """A tensor whose value this rank may not have yet. Torch functions and indices return another one. Its
     attributes and methods, and ``*``, read the value.
 
-    A function runs when its result is first read, so nothing may write to its arguments in between: tiling code
-    blends tiles, in place, before it concatenates them. Another operator, such as ``+`` with a pending tensor on
-    its left, raises ``TypeError`` on all ranks: the autoencoders of ``adapters/vae/families.py`` use none.
+    A function runs when its result is first read, so nothing may write to its arguments in between: tiling
+    code blends tiles, in place, before it concatenates them. Another operator, such as ``+`` with a pending
+    tensor on its left, raises ``TypeError`` on all ranks: the autoencoders of ``adapters/vae/families.py``
+    use none.
 
     Args:
         get: Returns the value, after an exchange if necessary.

@@ -78,8 +78,8 @@ def check_parallel(
 
     Raises:
         TypeError: If ``model`` is not a module, or an argument has the wrong type.
-        ValueError: If the model is already parallel or on the meta device, more than one of ``dim``, ``plan`` and
-            ``forward`` is given, or nothing can be sharded along ``dim``.
+        ValueError: If the model is already parallel or on the meta device, more than one of ``dim``, ``plan``
+            and ``forward`` is given, or nothing can be sharded along ``dim``.
 
     Example:
         >>> print(check_parallel(model, torch.randn(1, 101, 64), dim=1))  # doctest: +SKIP
@@ -171,8 +171,8 @@ class _Checker:
     def __init__(self, module: nn.Module, inputs: ModelInputs, run: ParallelRun, tolerance: float) -> None:
         self._module, self._inputs, self._run, self._tolerance = module, inputs, run, tolerance
         # The inputs and the output tensors of the unmodified model, by the length to which inputs were
-        # shortened (None for all tokens), or the error for a length that has none. A length is shorter than all
-        # tokens, so a case with all tokens is not found by its length.
+        # shortened (None for all tokens), or the error for a length that has none. A length is shorter than
+        # all tokens, so a case with all tokens is not found by its length.
         self._references: dict[int | None, tuple[ModelInputs, list[Tensor]]] = {}
         self._missing: dict[int | None, _NoReferenceError] = {}
         self._notes: list[str] = []
@@ -359,8 +359,8 @@ def _error_of_ranks(
         wholes = expected
         if numbers[0] == len(expected):
             wholes = [expected[i]]
-        # If ranks return only some of the output tensors, compare with the one that fits best: several may have
-        # the same shape.
+        # If ranks return only some of the output tensors, compare with the one that fits best: several may
+        # have the same shape.
         errors = [relative_error(parts, whole, segments) for whole in wholes]
         error = min((error for error in errors if error is not None), default=None)
         if error is None:

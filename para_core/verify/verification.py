@@ -68,12 +68,12 @@ class Verification:
 
     If the unmodified call or the comparison runs out of memory on a rank, all ranks warn and go on, and this
     size is not tried again. This does not hold for weights that need all ranks during a call (FSDP2,
-    ``weights="tensor"``): if one rank runs out of memory in the middle of the unmodified call, the others wait
-    in the next collective until its timeout.
+    ``weights="tensor"``): if one rank runs out of memory in the middle of the unmodified call, the others
+    wait in the next collective until its timeout.
 
     A compared call costs one more call of the model, on every rank, and three if it finds a difference. Other
-    calls cost a lookup. The ranks that share tokens decide from equal arguments whether to compare, because they
-    exchange what they find. Without such ranks, on a mesh along ``batch`` only, nothing is compared.
+    calls cost a lookup. The ranks that share tokens decide from equal arguments whether to compare, because
+    they exchange what they find. Without such ranks, on a mesh along ``batch`` only, nothing is compared.
     """
 
     def __init__(self) -> None:
@@ -97,7 +97,8 @@ class Verification:
             )
         module = uncompiled(called)
         region = region_of(module)
-        # Only tokens are compared: ranks along batch may make calls of their own, of another branch of guidance.
+        # Only tokens are compared: ranks along batch may make calls of their own, of another branch of
+        # guidance.
         if region is None or region.mesh.ranks == 1:
             return call(called, *args, **kwargs)
         # The call itself would notice new code too late.

@@ -66,9 +66,8 @@ def weights_mesh(ranks: list[int], device_type: str, *, timeout: timedelta | Non
 
     Collective: all of these ranks must call this. Its process group is created at the first call and then
     reused. A ``timeout`` becomes that of the group, for all that is sharded over these ranks; None leaves the
-    timeout as it is. Attention does not use this group, because NCCL runs the collectives of one
-    communicator in order: gathering the weights of the next block would wait for the attention of the current
-    block.
+    timeout as it is. Attention does not use this group, because NCCL runs the collectives of one communicator
+    in order: gathering the weights of the next block would wait for the attention of the current block.
     """
     # DeviceMesh refuses another order than that of the group. FSDP2 may have any, as the parts are gathered.
     ranks = sorted(ranks)

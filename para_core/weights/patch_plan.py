@@ -123,8 +123,8 @@ def patch_plan(plan: Plan | None, module: nn.Module, frames: Frames | None) -> P
 
 
 def _latent_frames_together(module: nn.Module, frames: Frames) -> int:
-    """Return how many latent frames ``module`` turns into one frame of tokens. Raise ``TypeError`` if its config
-    does not have the entry that ``frames`` names.
+    """Return how many latent frames ``module`` turns into one frame of tokens. Raise ``TypeError`` if its
+    config does not have the entry that ``frames`` names.
     """
     if frames.together is None:
         return 1
@@ -183,7 +183,8 @@ def _check_rules(plan: Plan) -> None:
     if any(isinstance(rule, Split) and rule.together for rule in splits):
         raise TypeError("its tokens are split before they have one dim")
     # PatchHooks intercepts attention calls only, each of which StaleKeys gives the stored keys. It neither
-    # exchanges tokens for heads, nor adds up the sums of LinearAttention, nor counts the entries of OneForEach.
+    # exchanges tokens for heads, nor adds up the sums of LinearAttention, nor counts the entries of
+    # OneForEach.
     attention = plan.attention.values()
     if any(isinstance(calls, AttentionByHeads) for calls in attention):
         raise TypeError("its attention needs the tokens of all patches at once")

@@ -39,8 +39,9 @@ from para_core.weights.stack import StackedBlock
 class Stages:
     """The pipeline stages of a model. For inference in one thread; only the blocks may be compiled.
 
-    Every block must return its streams with the shapes and dtypes of its inputs: a stage receives into buffers
-    like the model's inputs of the first block, and no transfer tells what it carries, so nothing checks this.
+    Every block must return its streams with the shapes and dtypes of its inputs: a stage receives into
+    buffers like the model's inputs of the first block, and no transfer tells what it carries, so nothing
+    checks this.
 
     All ranks of ``dim`` must create the stages and call :meth:`install`, with the same weights. This frees no
     weights, and :meth:`remove` undoes it. :func:`free_other_blocks` frees the weights of the other stages for
@@ -51,9 +52,9 @@ class Stages:
         blocks: The blocks of the model, in the order in which they run. Blocks of other stages may be freed
             already.
         dim: The mesh dim ``pipe``.
-        agree_on_inputs: Called with the arguments of each call outside of a :meth:`generation`, by name; raises
-            if they differ between ranks. Not called if ``module`` has a plan, which compares them itself. None
-            skips the comparison.
+        agree_on_inputs: Called with the arguments of each call outside of a :meth:`generation`, by name;
+            raises if they differ between ranks. Not called if ``module`` has a plan, which compares them
+            itself. None skips the comparison.
         ranges: The indices of the blocks of each stage: :attr:`ranges` of earlier stages of ``module``, which
             keep their order and leave no block out. Defaults to a split into stages of equal cost.
 
@@ -141,8 +142,8 @@ class Stages:
     def run(self, call: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         """Run a call of the model, and return the last stage's output on every rank. Collective over the stages.
 
-        Inside :meth:`own_output`, return this rank's own output instead. Raise ``RuntimeError`` if the model was
-        compiled as a whole, or a gradient of an argument is needed.
+        Inside :meth:`own_output`, return this rank's own output instead. Raise ``RuntimeError`` if the model
+        was compiled as a whole, or a gradient of an argument is needed.
         """
         if torch.compiler.is_compiling() or is_compiled(module):
             raise RuntimeError(
@@ -185,8 +186,8 @@ class Stages:
     def send_from_stage(self, stage: int, tree: Any) -> Any:
         """Return ``tree`` with the tensors that it has on ``stage``, which sends them to all other stages.
 
-        Collective: all stages must call this, with tensors of equal shapes. Tensors in dataclasses, tuples, lists
-        and dicts are found, those in other objects are not.
+        Collective: all stages must call this, with tensors of equal shapes. Tensors in dataclasses, tuples,
+        lists and dicts are found, those in other objects are not.
         """
 
         def send(leaf: Any) -> Any:
@@ -194,7 +195,8 @@ class Stages:
                 return self.links.broadcast_from(leaf, stage)
             return leaf
 
-        # Not pytree.tree_map_only: to it a dataclass is one leaf, of which each stage would keep its own tensors.
+        # Not pytree.tree_map_only: to it a dataclass is one leaf, of which each stage would keep its own
+        # tensors.
         return map_leaves(send, tree)
 
     def _receive(self, inputs: list[Any], compute: Callable[[list[Any]], Any]) -> Any:
@@ -247,7 +249,8 @@ class _BlockWrapper:
 
         def compute(values: list[Any]) -> Any:
             positional, named = list(args), dict(kwargs)
-            # A stream that the call leaves out has no place here: its input is None, so its value is None too.
+            # A stream that the call leaves out has no place here: its input is None, so its value is None
+            # too.
             for index, name, value in zip(indices, self._streams, values, strict=True):
                 if index < len(positional):
                     positional[index] = value

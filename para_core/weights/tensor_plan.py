@@ -88,7 +88,8 @@ class TensorPlan:
                 )
         for option in ("heads", "norms"):
             names = getattr(self, option)
-            # Its letters would be patterns that match no module, and heads that are not divided are wrong in silence.
+            # Its letters would be patterns that match no module, and heads that are not divided are wrong in
+            # silence.
             if isinstance(names, str):
                 raise TypeError(
                     f"TensorPlan({option}={names!r}): expected a tuple of names: {option}=({names!r},)."

@@ -1,8 +1,8 @@
 """Attention of other libraries, which para_core does not install: functions that their backends share.
 
 :mod:`.flash3`, :mod:`.flash4` and :mod:`.sage` are the backends that use them;
-:mod:`para_core.attention.backend_selection` calls :func:`check_mask_and_lengths` for PyTorch's FlashAttention, too.
-Tests: tests/attention/test_libraries.py, with stand-ins for the libraries.
+:mod:`para_core.attention.backend_selection` calls :func:`check_mask_and_lengths` for PyTorch's
+FlashAttention, too. Tests: tests/attention/test_libraries.py, with stand-ins for the libraries.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ def lse_arguments(kernel: Callable[..., Any], library: Library) -> dict[str, Any
 
 @lru_cache(maxsize=16)
 def _parameter_names(kernel: Callable[..., Any]) -> frozenset[str]:
-    """Return the names of the parameters of ``kernel``. They are kept, because a backend asks in each call, and
-    reading a signature takes the host longer than launching the kernel.
+    """Return the names of the parameters of ``kernel``. They are kept, because a backend asks in each call,
+    and reading a signature takes the host longer than launching the kernel.
     """
     return frozenset(signature(kernel).parameters)
 
@@ -124,8 +124,9 @@ def flash_attn_func(
 
 
 def check_call(library: Library, query: Tensor, key: Tensor, mask: Tensor | None, *, is_causal: bool) -> None:
-    """Raise ``ValueError`` for a call of a function for ``attn_func=`` with a mask, or a causal one with unequal
-    numbers of queries and keys, which the libraries would compute unlike SDPA (:func:`check_mask_and_lengths`).
+    """Raise ``ValueError`` for a call of a function for ``attn_func=`` with a mask, or a causal one with
+    unequal numbers of queries and keys, which the libraries would compute unlike SDPA
+    (:func:`check_mask_and_lengths`).
     """
     if is_causal and query.shape[-2] != key.shape[-2]:
         raise ValueError(

@@ -19,8 +19,8 @@ from para_core.attention.local_call import LocalAttentionCall
 from para_core.kernels.attention_configs import LARGEST_HEAD_DIM
 from para_core.triton_support import has_triton, is_interpreting
 
-# A function with the signature of :func:`para_core.kernels.attention_reference.attention`, which also gives 0 and
-# -inf to a row that sees no key (``LocalBackend.clears_rows``).
+# A function with the signature of :func:`para_core.kernels.attention_reference.attention`, which also gives 0
+# and -inf to a row that sees no key (``LocalBackend.clears_rows``).
 KernelFunction = Callable[..., tuple[Tensor, Tensor]]
 
 
@@ -79,9 +79,10 @@ def check_triton_call(
     """Raise ``RuntimeError`` unless Triton is installed and a kernel for ``dtypes`` supports the tensors.
 
     With the first argument bound this is a :class:`~para_core.attention.backends.backend.CheckCall`, whose
-    other arguments it does not need: the kernels take any mask. Of the devices only a CPU is refused. The launch
-    refuses a GPU before compute capability 8.0 (:func:`~para_core.kernels.attention_configs.row_of`), on its rank
-    alone, because Dynamo, which traces this function, cannot trace the cached question for the capability.
+    other arguments it does not need: the kernels take any mask. Of the devices only a CPU is refused. The
+    launch refuses a GPU before compute capability 8.0 (:func:`~para_core.kernels.attention_configs.row_of`),
+    on its rank alone, because Dynamo, which traces this function, cannot trace the cached question for the
+    capability.
     """
     if not has_triton():
         raise RuntimeError(

@@ -86,7 +86,8 @@ def usp_backward(
     grads = [into.grad_query.to(query.dtype), grad_key.to(saved.key.dtype), grad_value.to(saved.value.dtype)]
     grad_mask = into.grad_mask
     if grad_mask is not None and mask is not None:
-        # The mask of the options may have more rows, heads or samples than the user's, whose gradients add up.
+        # The mask of the options may have more rows, heads or samples than the user's, whose gradients add
+        # up.
         grad_mask = grad_mask.sum_to_size(mask.shape)
     if plan.ulysses is not None:
         grads = plan.ulysses.leave_gradients(*grads)
