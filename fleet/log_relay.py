@@ -49,9 +49,15 @@ class LogRelay(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Keep the record. Called by logging.Handler.handle, which holds ``self.lock``, as :meth:`read` does."""
+        try:
+            message = self.format(record)
+        except Exception:
+            # A message that does not fit its arguments is printed and raises nothing, as in every handler of
+            # logging.
+            self.handleError(record)
+            return
         self._last += 1
-        entry = LogEntry(record.created, record.levelno, record.name, self.format(record))
-        self._entries.append((self._last, entry))
+        self._entries.append((self._last, LogEntry(record.created, record.levelno, record.name, message)))
 
     def read(self, position: LogPosition) -> tuple[LogPosition, list[LogEntry]]:
         """Return the next position, and the records after ``position``. Forget those up to ``position``.

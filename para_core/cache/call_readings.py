@@ -74,7 +74,9 @@ class CallReadings:
     def __init__(self) -> None:
         self.calls: deque[CallReading] = deque(maxlen=MOST_READINGS)
         self.count = 0
+        # The reading that begin() made. A call that raises never ends, and the next one replaces it.
         self._current: CallReading
+        self._device: torch.device
 
     @property
     def dropped(self) -> int:
@@ -82,11 +84,13 @@ class CallReadings:
         return self.count - len(self.calls)
 
     def begin(self, cache: BlockCache, branch: str, device: torch.device) -> None:
-        """Start to measure a call."""
+        """Start to measure a call. Called after ``cache.step`` is set, and before the first block runs."""
+        self._device = device
         events: tuple[Any, ...] = ()
         if device.type == "cuda":
             events = (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
-            events[0].record()
+            # The current stream of the process may be that of another device.
+            events[0].record(torch.cuda.current_stream(device))
         self._current = CallReading(
             step=cache.step.index,
             branch=branch,
@@ -105,7 +109,7 @@ class CallReadings:
         reading = self._current
         reading.host_seconds = time.perf_counter() - reading.start
         if reading.events:
-            reading.events[1].record()
+            reading.events[1].record(torch.cuda.current_stream(self._device))
         reading.outcome = outcome
         self.calls.append(reading)
         self.count += 1

@@ -1,6 +1,7 @@
 """Questions to a plan: which segments the calls of a ``OneForEach`` see, and which segments consist of rows or frames.
 
-:mod:`.submodule_calls` asks the first in each call of such a module, :mod:`.region` the second. Tests:
+:mod:`.submodule_calls` asks the first in each call of such a module, :mod:`.region` the second, and the observer
+of ``benchmarks/pipelines`` both. Tests:
 tests/adapters/test_transformers.py (Qwen-Image 2.1) and tests/plans/test_exactness.py.
 """
 
@@ -36,7 +37,11 @@ def attention_calls(
 
 
 def coarse_segments(plan: Plan) -> frozenset[str]:
-    """Return the names of the segments whose entries are image rows or frames, that is, several tokens each."""
+    """Return the names of the segments whose entries are image rows or frames, that is, several tokens each.
+
+    :mod:`.call_segments` requires fewer entries of them on a rank. A segment also counts if only a companion of its
+    tokens has several entries for each (``Split(like=..., per=2)``), and entries with a halo are rows.
+    """
     rules: list[ShardRule | Gather | None] = []
     for shard_rule in plan.shard_rules:
         if isinstance(shard_rule, Entries):

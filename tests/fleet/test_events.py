@@ -75,6 +75,7 @@ def test_records_arrive_once_although_an_answer_is_lost(caplog):
     def log(relay, level, text, *args):
         relay.handle(logger.makeRecord(logger.name, level, "", 0, text, args, None))
 
+    log(relay, logging.INFO, "not a number: %d", "x")
     log(relay, logging.INFO, "first %d", 1)
     relay.read(LogPosition())  # this answer is lost
     position, entries = relay.read(LogPosition())
