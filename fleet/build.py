@@ -39,6 +39,7 @@ from para_core.fleet.modular import (
     open_modular,
 )
 from para_core.fleet.pipeline_info import TINY_FLUX_FIELDS, PipelineInfo, describe_class, find_tiny_flux
+from para_core.fleet.pipeline_source import class_in
 from para_core.fleet.recipe import Compile, Recipe
 from para_core.fleet.selection import select_pipeline
 from para_core.fleet.without_weights import check_components_exist, component_classes, multiple_of_model
@@ -122,6 +123,7 @@ def build(recipe: Recipe, encode_first: EncodeFirst | None = None) -> Any:
         sharding = recipe.sharding
     loaded_parts = sharding is not None and _can_load_parts(recipe)
     if sharding is not None and loaded_parts:
+        # EncodeFirst.fits refuses sharded weights, so encode_first has nothing to do here.
         mesh = mesh or init_context_parallel_mesh(device)
         pipe = _load_parts(recipe, mesh, sharding)
         # The weights are sharded already, so parallelize_pipe must not do so again.
@@ -304,11 +306,8 @@ def _reporting_components(recipe: Recipe) -> AbstractContextManager[None]:
         report(f"loading {recipe.model} ({readable_bytes(Path(recipe.model).stat().st_size)})")
     home = recipe.config or recipe.model
     index = DiffusionPipeline.load_config(home)
-    # An entry is a pair of library and class, of None if the pipeline lacks the component.
-    components = [
-        key for key, entry in index.items() if isinstance(entry, (list, tuple)) and entry[0] is not None
-    ]
-    return report_components(home, components)
+    # A config may have lists of its own, such as the layers of a text encoder that a pipeline reads.
+    return report_components(home, [key for key in index if class_in(index, key) is not None])
 
 
 def mesh_shape(pipe: Any) -> dict[str, int]:

@@ -9,7 +9,7 @@ replicas attach handlers. Tests: tests/cli/test_progress.py and tests/launcher/t
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 
@@ -27,7 +27,7 @@ def pass_records_to(handler: logging.Handler, source: logging.Logger = logger) -
     """Inside this context, pass the records of ``source`` at INFO or above to ``handler`` alone.
 
     For loggers of para_core, whose records ``handler`` shows. Use :func:`copy_records_to` for a logger of
-    another library.
+    another library. Contexts of one logger must be left in reverse order, because each restores its state.
     """
     level, propagate = source.level, source.propagate
     source.addHandler(handler)
@@ -89,14 +89,17 @@ def readable_bytes(count: float) -> str:
     return f"{count:.3g} {unit}"
 
 
-def component_bytes(folder: Path | None) -> dict[str, int]:
-    """Return the bytes of weights by subfolder of a pipeline's folder.
+def component_bytes(folder: Path | None, components: Collection[str] | None = None) -> dict[str, int]:
+    """Return the bytes of weights by subfolder of a pipeline's folder, of those in ``components`` or of all.
     Subfolders without weights, or that cannot be read, are left out.
     """
     sizes: dict[str, int] = {}
     if folder is None:
         return sizes
     for subfolder in folder.iterdir():
+        # A folder may have others, such as a second autoencoder.
+        if components is not None and subfolder.name not in components:
+            continue
         # A file may be a link to nothing. That is for the loader to report, not for a line of progress.
         with suppress(OSError):
             size = _weight_bytes(subfolder)
@@ -106,7 +109,8 @@ def component_bytes(folder: Path | None) -> dict[str, int]:
 
 
 def _weight_bytes(folder: Path) -> int:
-    """Return the bytes of the weights in the largest format in ``folder``; 0 if it is no folder.
+    """Return the bytes of the weights in the largest format in ``folder``; 0 if it is no folder. Variants of one
+    format, such as ``x.safetensors`` and ``x.fp16.safetensors``, are added up.
 
     Raises:
         OSError: A file cannot be read.
@@ -122,9 +126,9 @@ def _weight_bytes(folder: Path) -> int:
 class _ComponentCounter(logging.Handler):
     """Handler of diffusers' log messages that reports each component once it is loaded."""
 
-    def __init__(self, name: str, total: int) -> None:
+    def __init__(self, name: str, components: Sequence[str]) -> None:
         super().__init__(logging.INFO)
-        self._name, self._total = name, total
+        self._name, self._components = name, components
         self._sizes: dict[str, int] | None = None
         self._count = self._bytes = 0
 
@@ -135,11 +139,11 @@ class _ComponentCounter(logging.Handler):
             return
         if self._sizes is None:
             # A repository of the Hub is complete on this disk only now.
-            self._sizes = component_bytes(folder_on_disk(self._name))
+            self._sizes = component_bytes(folder_on_disk(self._name), self._components)
         self._count += 1
         size = self._sizes.get(words[1], 0)
         self._bytes += size
-        text = f"loaded component {self._count} of {self._total}: {words[1]}"
+        text = f"loaded component {self._count} of {len(self._components)}: {words[1]}"
         if size:
             text = f"{text} ({readable_bytes(size)})"
         report(text, self._bytes, sum(self._sizes.values()) or None)
@@ -173,9 +177,9 @@ def report_components(name: str, components: Sequence[str]) -> Iterator[None]:
     folder = folder_on_disk(name)
     size = "to be downloaded"
     if folder is not None:
-        size = readable_bytes(sum(component_bytes(folder).values()))
+        size = readable_bytes(sum(component_bytes(folder, components).values()))
     report(f"loading {name}: {len(components)} components, {size}")
     source = logging.getLogger(DIFFUSERS)
-    counter = _ComponentCounter(name, len(components))
+    counter = _ComponentCounter(name, components)
     with copy_records_to(counter, source):
         yield

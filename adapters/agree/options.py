@@ -45,7 +45,7 @@ def agree_on_options(
         return f"the ranks of one mesh must call {function} with equal options. {differences}."
 
     agree(record, ranks, explain=explain, call=function)
-    with together(ranks, function):
+    with together(ranks, function, call=function):
         yield
 
 

@@ -55,4 +55,4 @@ def test_bytes_are_those_of_the_largest_format_unless_a_file_cannot_be_read(tmp_
         (tmp_path / file).parent.mkdir(exist_ok=True)
         (tmp_path / file).write_bytes(b"123")
     (tmp_path / "vae" / "linked.bin").symlink_to(tmp_path / "nothing")
-    assert component_bytes(tmp_path) == {"unet": 6}
+    assert component_bytes(tmp_path) == {"unet": 6} and component_bytes(tmp_path, ["vae"]) == {}
