@@ -1,4 +1,7 @@
-"""Kinds of denoisers that are no transformers. A kind is a file that nobody imports, and a line of ``KINDS``.
+"""Kinds of denoisers that are no transformers. A kind is a file with a constant ``KIND``, and a line of ``KINDS``.
+
+Code for pipelines reaches a kind by that line alone. Only the public functions for a UNet without a pipeline
+(``adapters/api.py``, ``adapters/parallel/unet.py``) import the file of their kind.
 
 ``registry.py``, all rooms of ``adapters`` and ``fleet/encode_first.py`` ask here for the denoisers of a
 pipeline and for what is particular to their kind. The only kind is in ``adapters/vae/unet.py``. Tests:
@@ -63,7 +66,9 @@ class DenoiserKind:
 
     Args:
         name: The kind in messages.
-        find: Returns the denoisers of this kind in a pipeline by path; empty if it has none.
+        find: Returns the denoisers of this kind in a pipeline by path; empty if it has none. It may return
+            an unsupported one, for which :func:`kind_of` is None, so that ``check_parallelize`` refuses the
+            pipeline and says why.
         describes: Whether a module is a supported denoiser of this kind.
         make_run: Returns the handler of its calls.
         why_no_stages: Why its blocks cannot be distributed over stages.
@@ -72,10 +77,11 @@ class DenoiserKind:
             name, contain a denoiser of this kind. Raises ``TypeError``, which names the pipeline, if its
             class is not supported.
         check_parallelize: ``check_parallelize(owner, module, mesh)`` runs the checks of the kind before
-            ``module`` is parallelized. ``owner`` is its pipeline, or ``module`` itself; ``mesh`` is None
-            until it is known.
+            ``module`` is parallelized. ``owner`` is its pipeline, or ``module`` itself. It is called twice,
+            first with None for ``mesh``, before a mesh is made, and then with the mesh; so it changes nothing.
         check_parallel_call: ``check_parallel_call(module, name, called)`` runs those before each parallel
-            call. ``name`` is that in messages, and ``called`` the object that the pipeline calls.
+            call. ``name`` is that in messages. ``called`` is the object that the pipeline calls: ``module``,
+            or the wrapper of ``torch.compile`` around it.
         check_cache: ``check_cache(owner, module)`` runs those before a cache is applied.
     """
 
@@ -118,7 +124,10 @@ def denoiser_run_of(module: Any) -> DenoiserRun | None:
 
 
 def mesh_of_denoiser(module: Any) -> SequenceMesh | None:
-    """Return the ranks over which the rows of a denoiser are sharded; None if they are not."""
+    """Return the ranks that share the rows of a parallel denoiser: this rank alone if only samples are sharded.
+
+    None if the denoiser is not parallel.
+    """
     run = denoiser_run_of(module)
     if run is None:
         return None

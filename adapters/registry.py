@@ -254,5 +254,7 @@ def mesh_of(pipe: Any) -> GuidedMesh | None:
 
 
 def applied_mesh(module: Any) -> SequenceMesh | None:
-    """Return the ranks over which the tokens or rows of ``module`` are sharded; None if they are not."""
+    """Return the ranks that share the tokens or rows of ``module``, which may be this rank alone; None if
+    ``module`` is not parallel.
+    """
     return mesh_of_plan(module) or mesh_of_denoiser(module)

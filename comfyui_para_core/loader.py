@@ -9,9 +9,17 @@ from __future__ import annotations
 import importlib.util
 from typing import Any
 
+import torch
+
 from .settings import AUTOMATIC, WEIGHTS, Settings
 
-_DTYPES = ("default", "fp8_e4m3fn", "fp8_e4m3fn_fast", "fp8_e5m2")
+# The options of ComfyUI's load_diffusion_model for each weight_dtype, as its node UNETLoader sets them.
+_OPTIONS_OF_DTYPE: dict[str, dict[str, Any]] = {
+    "default": {},
+    "fp8_e4m3fn": {"dtype": torch.float8_e4m3fn},
+    "fp8_e4m3fn_fast": {"dtype": torch.float8_e4m3fn, "fp8_optimizations": True},
+    "fp8_e5m2": {"dtype": torch.float8_e5m2},
+}
 _MESH_TIP = (
     "auto, or how the ranks share a call: 'ulysses 2', 'ring 3', 'ulysses 2 ring 2'. The sizes multiply to the "
     "number of ranks."
@@ -39,7 +47,7 @@ class LoadOnRanks:
         return {
             "required": {
                 "unet_name": (folder_paths.get_filename_list("diffusion_models"),),
-                "weight_dtype": (list(_DTYPES), {"advanced": True}),
+                "weight_dtype": (list(_OPTIONS_OF_DTYPE), {"advanced": True}),
                 "ranks": (
                     "INT",
                     {"default": 2, "min": 1, "max": 64, "tooltip": "Number of GPUs, one process for each."},
@@ -58,26 +66,18 @@ class LoadOnRanks:
     ) -> tuple[Any]:
         """Return a MODEL whose diffusion model computes on ``ranks`` processes, which start when it is first used."""
         import folder_paths
-        import torch
 
         settings = Settings.of(ranks=ranks, mesh=mesh, cache=cache, weights=weights)
-        if weight_dtype not in _DTYPES:
-            raise ValueError(f"weight_dtype is {weight_dtype!r}; expected one of {', '.join(_DTYPES)}.")
+        if weight_dtype not in _OPTIONS_OF_DTYPE:
+            raise ValueError(
+                f"weight_dtype is {weight_dtype!r}; expected one of {', '.join(_OPTIONS_OF_DTYPE)}."
+            )
         _require_para_core()
         from .remote_patcher import load_remote
 
-        options: dict[str, Any] = {}
-        if weight_dtype != "default":
-            options["dtype"] = getattr(
-                torch, "float8_e5m2" if weight_dtype == "fp8_e5m2" else "float8_e4m3fn"
-            )
-        if weight_dtype == "fp8_e4m3fn_fast":
-            options["fp8_optimizations"] = True
-        return (
-            load_remote(
-                folder_paths.get_full_path_or_raise("diffusion_models", unet_name), options, settings
-            ),
-        )
+        path = folder_paths.get_full_path_or_raise("diffusion_models", unet_name)
+        # A copy, so that the table stays as it is if ComfyUI changes its options.
+        return (load_remote(path, {**_OPTIONS_OF_DTYPE[weight_dtype]}, settings),)
 
 
 class CloseRanks:

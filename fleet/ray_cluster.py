@@ -29,7 +29,8 @@ def connect(cpus: int, *, debug: bool) -> bool:
     A cluster that another program started for itself is not used, because it ends with that program. (Ray's
     ``address="auto"`` would use it.) Return whether this call connected; the process may have been connected
     before. ``cpus`` is the least number of CPUs of a cluster that is started here, and ``debug`` shows Ray's
-    log messages.
+    log messages. Sets the environment variables ``RAY_worker_niceness`` and ``RAY_USAGE_STATS_ENABLED`` of this
+    process, and leaves them set, unless the user has set them.
 
     Raises:
         RuntimeError: Ray does not start, or ``RAY_ADDRESS`` is invalid, or no cluster answers there.
@@ -43,6 +44,8 @@ def connect(cpus: int, *, debug: bool) -> bool:
     options: dict[str, Any] = {}
     if not debug:
         options = {"logging_level": "ERROR", "log_to_driver": False}
+    # num_cpus also makes Ray refuse a running cluster, by a ValueError, which _start passes on. Without it,
+    # ray.init would join that cluster at once, and _join would never run.
     here = {"num_cpus": max(cpus, os.cpu_count() or 1), "include_dashboard": False, **options}
     with keep_sigterm_handler():
         try:
@@ -93,6 +96,9 @@ def _start(**options: Any) -> None:
 
 def require_cluster(options: ReplicaOptions, replicas: int) -> None:
     """Check that the connected cluster is large enough for ``replicas`` replicas.
+
+    Counts all resources of the cluster, not the free ones: a replica waits for those that others use
+    (:meth:`~para_core.fleet.group.RayReplica.start`).
 
     Raises:
         ValueError: The cluster has too few GPUs or CPUs, or its nodes are too small for a replica each, or

@@ -1,7 +1,8 @@
-"""Guess the rules of block parameters that grow with the tokens, and are not computed from them.
+"""Guess the rules of companions: block parameters that grow with the tokens, and are not computed from them.
 
-Only ``candidates.py`` calls it. Attention is in ``attention_rules.py``. Tests:
-tests/adapters/propose/test_structures.py.
+A guess may be wrong, also that a parameter needs no rule: ``propose.py`` takes a plan only after it has
+compared its results with those of the unmodified model. Only ``candidates.py`` calls this file. Attention is
+in ``attention_rules.py``. Tests: tests/adapters/propose/test_structures.py.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class RuleGuess:
     reason: str
 
 
-# Rules by (module, parameter).
+# The rules of the parameters that accompany the tokens, by (module, parameter).
 Companions = dict[tuple[str, str], RuleGuess]
 
 
@@ -74,7 +75,7 @@ class _GrowingParameter:
     def named_rules(self, start: str) -> Iterator[tuple[str, ShardRule]]:
         """Yield the rules with the names of their modules in the plan; a rule of all blocks once."""
         rules = [*self.rules.values()]
-        is_equal = len({repr(rule) for rule in rules}) == 1
+        is_equal = all(rule == rules[0] for rule in rules)
         if is_equal and len(rules) == len(self.blocks) and self.owner != start:
             yield f"{self.owner}.*", rules[0]
         else:
@@ -130,8 +131,10 @@ class _ValueRules:
     choice: Choice
 
     def rule(self, parameter: str, value: Any, larger: Any) -> ShardRule | None:
-        """Return the rule for a tensor, mask, number of tokens, or a list or mapping of tensors or masks; None
-        if it needs none, or is a list or mapping of numbers, for which no rule exists.
+        """Return the rule for a tensor, mask, number of tokens, or a list or mapping of tensors or masks.
+
+        None if the value needs no rule, if the choice leaves it whole, or if no rule fits, such as for a list
+        of numbers.
 
         Entries with different rules are possible in the outermost list only, if they are tensors.
         """
@@ -160,6 +163,8 @@ class _ValueRules:
         if [record.values, larger.values] == [(0, tokens) for tokens in region.start.tokens]:
             return CumulativeLengths(region.segment)
         dims = grown_dims(record, larger)
+        # True for integer position ids, too. If they must be split, a plan that leaves them whole is not exact,
+        # and a choice that splits them follows.
         may_be_mask = "mask" in parameter or not record.dtype.is_floating_point
         if record.derived or len(dims) != 1 or (may_be_mask and not self.choice.split_masks):
             return None
@@ -204,8 +209,9 @@ class _ValueRules:
 
 def _common_rule(rules: Sequence[ShardRule | None]) -> Split | SplitMask | None:
     """Return the rule that all entries of a list or mapping share; None if they do not share one."""
-    if len({repr(rule) for rule in rules}) == 1 and isinstance(rules[0], (Split, SplitMask)):
-        return rules[0]
+    first = rules[0] if rules else None
+    if isinstance(first, (Split, SplitMask)) and all(rule == first for rule in rules):
+        return first
     return None
 
 

@@ -130,7 +130,11 @@ class StageChange(FeatureChange):
             fill_slot(self._owner, Slot.STAGED_WEIGHTS, refused)
 
     def undo(self) -> None:
-        """Remove the stages, unless weights are freed: without its stages the model would compute with none."""
+        """Remove the stages, unless weights are freed: without its stages the model would compute with none.
+
+        The slots are then left filled. If a session fails, it restores them in any case, as
+        :meth:`.FeatureChange.apply` says.
+        """
         if self._stages is None or has_freed_blocks(self._module):
             return
         self._stages.remove()
@@ -241,8 +245,8 @@ def _raise_on_freed_blocks_of_pipe(
     return call(pipe, *args, **kwargs)
 
 
-def check_chained_blocks(module: nn.Module, name: str, mesh: GuidedMesh, adapter: Adapter | None) -> None:
-    """Refuse stages for a model whose blocks pass more than tokens to the next block."""
+def check_has_stages(module: nn.Module, name: str, mesh: GuidedMesh, adapter: Adapter | None) -> None:
+    """Refuse stages for a model whose blocks cannot be distributed over them."""
     if mesh.pipe.size == 1:
         return
     kind = kind_of(module)
@@ -289,6 +293,8 @@ def check_cache_on_stages(module: nn.Module, name: str, called: Any, options: Ca
     adapter = adapter_for(module, None if change is None else change.adapter)
     if stages is None or adapter is None or adapter.blocks is None:
         return
+    # The first blocks may cross a stage, because the output of the last of them is sent to all stages. That of
+    # the last skipped block is not sent, so the last stage, which forecasts it, must compute it itself.
     num_last = len(stages.ranges[-1])
     if len(adapter.blocks.groups) > 1:
         reason = "it has two block groups, and the residual of the first is on another stage"
@@ -308,7 +314,7 @@ FEATURE = Feature(
     mesh_dim=PIPE_DIM,
     changes=changes_for_stages,
     has_freed=has_freed_blocks,
-    parallelize_checks=(check_chained_blocks, check_moved_weights, check_sharded_weights),
+    parallelize_checks=(check_has_stages, check_moved_weights, check_sharded_weights),
     call_checks=(check_compiled_stages,),
     cached_call_checks=(check_cache_on_stages,),
 )

@@ -29,16 +29,25 @@ class AttentionOption:
         option: The name of the option.
         by_position: Whether the positions of tokens in the sequence decide which keys a query sees: directly,
             by a mask over blocks of positions, or because queries at some positions are observed to choose
-            the keys. Queries are then brought into the order of the sequence, plain SDPA alone does not
-            compute the call, and Attention2D, which knows no such masks, is replaced by a ring. Two such
-            options exclude each other, because observed queries would choose keys that a mask hides.
+            the keys. Then
+
+            - the layouts of the call must say the positions of all tokens (``mesh_attention.py``);
+            - queries are brought into the order of the sequence (``spec.py``);
+            - plain SDPA alone does not compute the call (``attention_plan.py``, and ``modes/unified.py`` on
+              one rank);
+            - Attention2D, which knows no such masks, is replaced by a ring (``grid_2d.py``);
+            - two such options exclude each other, because observed queries would choose keys that a mask
+              hides (``attention_options.py``);
+            - calls that the option cannot change are refused (``local.py``, ``modes/flex_attention.py``).
         needs_all_ranks: Whether a call involves all ranks even if every rank holds all keys.
         by_step: Whether an AttentionSchedule may choose it for some steps.
         has_gradient: Whether it applies to calls that require a gradient, too. Otherwise these leave it out.
         wire: The format in which tensors are sent; None to leave the usual one.
         mask: A mask by position that applies to every call, or None.
         attend: Computes attention to the keys of all ring ranks in place of
-            :func:`~para_core.attention.usp.attend_all`, with its arguments and ``save``; or None.
+            :func:`~para_core.attention.usp.attend_all`, with its arguments and ``save``; or None. An option
+            that has it must be ``by_position``: otherwise plain SDPA may compute the call without it, and
+            another option could have one too, of which only the last would run.
     """
 
     option: ClassVar[str]
@@ -46,6 +55,7 @@ class AttentionOption:
     needs_all_ranks: ClassVar[bool] = False
     by_step: ClassVar[bool] = False
     has_gradient: ClassVar[bool] = True
+    # No fields of the subclasses, which are dataclasses, because this class is none.
     wire: Wire | None = None
     mask: PositionalMask | None = None
     attend: Callable[..., tuple[Tensor, Tensor]] | None = None

@@ -69,7 +69,9 @@ class _Transfer(NamedTuple):
     work: dist.Work
     # The buffer must exist until the transfer has ended: if the buffer of a message in flight is freed, gloo
     # permanently blocks the connection of the two ranks (Pair::write and Pair::prepareRead of its TCP
-    # transport).
+    # transport). A message is in flight only after both ranks have started the transfer: until then gloo has
+    # sent no more than a notice. So begin() waits for these transfers, and may drop those that one rank alone
+    # has started, because no later transfer has their tag.
     tensor: Tensor
 
 
@@ -213,6 +215,7 @@ class Links:
         if self._nccl_device is None:
             self._groups[edge] = self._group
             return
+        # Equal on both ranks: _reconnect passes the newest number of both, or one that neither has used.
         is_new = number != self._group_number(edge)
         timeout = group_timeout(self._group, self._device)
         ranks = [self._ranks[index] for index in edge]
@@ -281,7 +284,9 @@ class Links:
         """Wait until the first ``count`` tensors that were ever sent have left this rank (all if ``count`` is
         None). On NCCL the current stream waits, not the host.
 
-        Do not call this method after a failure, because the other ranks may never receive these tensors.
+        Tensors that :meth:`begin` or :meth:`mark_broken` dropped count as sent, so a ``count`` from before is
+        still valid, and does not wait for them. Do not call this method between a failure and the next
+        :meth:`begin`, because the other ranks may never receive these tensors.
         """
         first = self.sent - len(self._outgoing)
         num_waited = len(self._outgoing)
@@ -305,9 +310,17 @@ class Links:
             work.wait(group_timeout(self._group, torch.device("cpu")))
 
     def broadcast_from(self, x: Tensor, source: int) -> Tensor:
-        """Return the ``x`` of the rank with index ``source``. Collective.
+        """Return the ``x`` of the rank with index ``source``. Collective over the mesh dim.
 
         Other ranks pass an ``x`` of the same shape, dtype and device type, whose values are not read.
+
+        It uses the group of the mesh dim, which :meth:`begin` does not replace. If a rank fails before this
+        call, the others wait for the timeout of the group. Nothing here prevents that: the caller
+        (``weights/stages.py``) marks the links as broken on each rank that raises.
+
+        Raises:
+            RuntimeError: A rank did not call it within gloo's timeout. (After its own timeout NCCL ends the
+                process.)
         """
         if self.dim.index == source:
             x = x.detach().contiguous()

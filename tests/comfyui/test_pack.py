@@ -102,15 +102,12 @@ def test_loras_are_sent_once_for_each_change(comfy, remote):
     assert (calls.count("patch"), calls.count("forward")) == (1, 8)
 
 
-CHANGES_THAT_REACH = [
-    lambda model: model.add_wrapper_with_key("diffusion_model", "a", lambda call, *args, **kw: 1.5 * call(*args, **kw)),
-    lambda model: model.model_options["transformer_options"].update(rope_options={"scale_x": 3.0}),
-    lambda model: model.add_patches(LORA, 0.8),
-]
-
-
 def test_changes_of_the_patcher_give_the_samples_of_one_process(comfy, remote, wan):
-    for change in CHANGES_THAT_REACH:
+    for change in (
+        lambda model: model.add_wrapper_with_key("diffusion_model", "a", lambda call, *x, **kw: 1.5 * call(*x, **kw)),
+        lambda model: model.model_options["transformer_options"].update(rope_options={"scale_x": 3.0}),
+        lambda model: model.add_patches(LORA, 0.8),
+    ):
         local, patcher = comfy.sd.load_diffusion_model(wan), remote.clone()
         without = sampled(comfy, local)
         for model in (local, patcher):
@@ -312,16 +309,19 @@ def test_a_proposal_resizes_latents_alone_and_its_errors_reach_all_ranks(comfy, 
 
 
 def test_settings_that_do_not_fit_are_errors_of_the_loader(nodes, wan):
-    for settings, named in (
-        ({"ranks": 0}, "ranks is 0"),
-        ({"mesh": "ring 3"}, "'ring 3'"),
-        ({"mesh": "ring 2 ring 2"}, "'ring 2 ring 2'"),
-        ({"mesh": "?"}, "'?'"),
-        ({"cache": float("nan")}, "cache is nan"),
-        ({"weights": "tensor"}, "weights is 'tensor'"),
-        ({"weight_dtype": "int4"}, "weight_dtype is 'int4'"),
-    ):
-        assert named in refused(lambda settings=settings: load(nodes, wan, **settings))
+    meshes = [("mesh", mesh) for mesh in ("ring 3", "ring 2 ring 2", "?")]
+    others = [("cache", float("nan")), ("weights", "tensor"), ("weight_dtype", "int4")]
+    for name, value in (("ranks", 0), *meshes, *others):
+        assert f"{name} is {value!r}" in refused(lambda setting={name: value}: load(nodes, wan, **setting))
+
+
+def test_options_of_each_weight_dtype_are_those_of_comfyui(nodes, monkeypatch):
+    package = nodes["ParaCoreLoadOnRanks"].__module__.rpartition(".")[0]
+    patcher = importlib.import_module(f"{package}.remote_patcher")
+    monkeypatch.setattr(patcher, "load_remote", lambda path, options, settings: options)
+    names, e4m3 = ("default", "fp8_e4m3fn", "fp8_e4m3fn_fast", "fp8_e5m2"), {"dtype": torch.float8_e4m3fn}
+    options = [load(nodes, "", weight_dtype=name) for name in names]
+    assert options == [{}, e4m3, {**e4m3, "fp8_optimizations": True}, {"dtype": torch.float8_e5m2}]
 
 
 def test_a_subclass_has_no_plan_of_its_base_class():
