@@ -26,7 +26,10 @@ logger = logging.getLogger(__name__)
 
 @contextmanager
 def on_meta(dtype: torch.dtype = torch.bfloat16) -> Iterator[None]:
-    """Inside this context, create modules on the meta device, in ``dtype``."""
+    """Inside this context, create modules on the meta device, in ``dtype``, and record nothing for a backward.
+
+    The default dtype of torch is that of the whole process, so no other thread may create tensors meanwhile.
+    """
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -61,12 +64,17 @@ def without_weights(model: PipelineInfo, dtype: torch.dtype) -> Any:
     cls = getattr(diffusers, model.pipeline)
     parameters = inspect.signature(cls.__init__).parameters
     components: dict[str, Any] = {}
-    for name, value in read_index(home).content.items():
+    index = read_index(home).content
+    for name, value in index.items():
         if name not in parameters:
             continue
         components[name] = value
-        if isinstance(value, list) and len(value) == 2:
-            components[name] = _make_component(dtype, home, name, *value)
+        listed = class_in(index, name)
+        if listed is not None:
+            components[name] = _make_component(dtype, home, name, value[0], listed)
+        elif value == [None, None]:
+            # The folder lacks this optional component.
+            components[name] = None
     nets = [
         _make_component(dtype, name, "", "diffusers", _class_of_config(name)) for name in model.controlnet
     ]
@@ -129,15 +137,18 @@ def multiple_of_model(model: PipelineInfo) -> int:
     components: dict[str, Any] = {**_without_components(cls)}
     try:
         for name, entry in index.items():
-            if name not in source.components or class_in(index, name) is None:
+            listed = class_in(index, name)
+            if name not in source.components or listed is None:
                 continue
             if "vae" in name:
-                components[name] = _make_component(torch.float32, home, name, *entry)
+                components[name] = _make_component(torch.float32, home, name, entry[0], listed)
             elif name in DENOISERS:
                 components[name] = ConfigOnly(SimpleNamespace(**read_config(home, name)))
         return multiple_of_sides(source, cls(**components))
     except Exception as error:
-        # A class may need other components to be made. Most of those state the number as a constant.
+        # A class may need other components to be made. Most of those state the number as a constant. A config
+        # that cannot be read is no error here either, because an index alone must be enough to find a model
+        # that will be refused. Loading the pipeline names the config, and the pipeline itself refuses sizes.
         logger.debug("%s is not made without weights: %s", model.pipeline, error)
         return multiple_of_sides(source, None)
 
@@ -153,19 +164,25 @@ def _class_of_config(name: str) -> str:
     return str(read_config(name).get("_class_name"))
 
 
-def _make_component(dtype: torch.dtype, model: str, name: str, library: str | None, cls: str | None) -> Any:
-    """Return the component in subfolder ``name`` of ``model`` on the meta device; None if ``cls`` is no
-    module of diffusers or transformers. The last two arguments are its entry in the index.
+def _make_component(dtype: torch.dtype, model: str, name: str, library: str, cls: str) -> Any:
+    """Return the component in subfolder ``name`` of ``model``, its weights on the meta device.
+
+    None if ``cls`` is neither a class of diffusers, which may be a model or a scheduler, nor a module of
+    transformers.
     """
     import diffusers
     import transformers
 
-    kind: Any = getattr(
-        {"diffusers": diffusers, "transformers": transformers}.get(library or ""), cls or "", None
-    )
-    if library == "diffusers" and kind is not None:
+    kind: Any = None
+    if library == "diffusers":
+        kind = getattr(diffusers, cls, None)
+    elif library == "transformers":
+        kind = getattr(transformers, cls, None)
+    if kind is None:
+        return None
+    if library == "diffusers":
         config, make = kind.load_config(model, subfolder=name or None), kind.from_config
-    elif kind is not None and issubclass(kind, torch.nn.Module):
+    elif issubclass(kind, torch.nn.Module):
         config, make = kind.config_class.from_pretrained(model, subfolder=name), kind
     else:
         return None

@@ -13,6 +13,7 @@ from __future__ import annotations
 import inspect
 import logging
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
@@ -459,6 +460,17 @@ def buffer_slots(module: nn.Module) -> dict[str, Any]:
 def forward_hooks(module: nn.Module) -> list[Callable[..., Any]]:
     """Return the hooks of ``module`` that run before or after its ``forward``."""
     return [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+
+
+@contextmanager
+def without_hooks_after_load(module: nn.Module) -> Iterator[None]:
+    """Inside this context, loading a state dict runs none of the hooks of ``module`` itself that follow it."""
+    hooks = module._load_state_dict_post_hooks
+    module._load_state_dict_post_hooks = OrderedDict()
+    try:
+        yield
+    finally:
+        module._load_state_dict_post_hooks = hooks
 
 
 # The names below are those for nested containers, from torch/utils/_pytree.py, because torch has no public

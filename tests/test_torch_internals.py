@@ -27,8 +27,8 @@ CPU = torch.device("cpu")
 FOLDERS = ("para_core", "adapters", "fleet", "cli", "kernels", "cache_examples", "parallel_examples")
 # torch offers no other spelling for these attributes, and they are written as often as read.
 ATTRIBUTE = re.compile(
-    "_(base|buffers|call_impl|cdata|compiled_call_impl|device_types|forward_(pre_)?hooks|get_backend|orig_mod|schema|"
-    "torchdynamo_orig_callable|version)"
+    "_(base|buffers|call_impl|cdata|compiled_call_impl|device_types|forward_(pre_)?hooks|get_backend|"
+    "load_state_dict_post_hooks|orig_mod|schema|torchdynamo_orig_callable|version)"
 )
 
 

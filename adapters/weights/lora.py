@@ -11,7 +11,6 @@ same for stages, shares the functions that compare. Tests: tests/weights/test_lo
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import is_dataclass
@@ -35,6 +34,7 @@ from para_core.instance.record import (
     fill_slots,
 )
 from para_core.instance.slots import Slot
+from para_core.torch_internals import without_hooks_after_load
 from para_core.weights.parameters import stand_ins, weights_of
 
 # Names of the LoRA methods of models. Those of pipelines call these, or merge the LoRA into each layer.
@@ -51,15 +51,17 @@ def agree_on_lora(ranks: AnyMesh, args: tuple[Any, ...], kwargs: dict[str, Any])
     """Raise ``ValueError`` on all of ``ranks`` if they add different LoRAs. Collective.
 
     Ranks that hold different parts of the weights cannot compare these later. ``args`` and ``kwargs`` are the
-    arguments of the method that adds a LoRA: its weights by name, a configuration, or the path of a file.
-    A path is not compared, because it may differ between hosts, and so the weights in such a file are not: a
-    pipeline reads the file and passes its weights, only a call of the model's own method passes a path.
+    arguments of the method that adds a LoRA: first its weights by name, a configuration, or the path of a
+    file. A path is not compared, because it may differ between hosts, and so the weights in such a file are
+    not: a pipeline reads the file and passes its weights, only a call of the model's own method passes a path.
     """
-    named = {**{f"argument {index}": value for index, value in enumerate(args)}, **kwargs}
+    positional = {f"argument {index}": value for index, value in enumerate(args)}
+    # Only the first one may be a path: the second is the name of the adapter or the prefix of its weights.
+    compared = ("adapter_name", "prefix", *list(positional)[1:])
     values = {
         name: value
-        for name, value in named.items()
-        if isinstance(value, (Mapping, bool)) or is_dataclass(value) or name == "adapter_name"
+        for name, value in {**positional, **kwargs}.items()
+        if isinstance(value, (Mapping, bool)) or is_dataclass(value) or name in compared
     }
 
     def explain(records: list[Record]) -> str:
@@ -149,11 +151,8 @@ class _ShardedLoras:
             sharded = [entry for entry in weights_of(module) if isinstance(entry[0], DTensor)]
             for owner in module.modules():
                 if any(isinstance(x, DTensor) for x in owner.parameters(recurse=False)):
-                    # Disable FSDP2's hook, which would take the zeros for newly loaded weights.
-                    stack.callback(
-                        setattr, owner, "_load_state_dict_post_hooks", owner._load_state_dict_post_hooks
-                    )
-                    owner._load_state_dict_post_hooks = OrderedDict()
+                    # FSDP2's hook would take the zeros for newly loaded weights.
+                    stack.enter_context(without_hooks_after_load(owner))
             stack.enter_context(stand_ins(sharded, torch.device(self._mesh.device_type)))
             yield
 
@@ -169,7 +168,11 @@ class _ShardedLoras:
 
 
 def _remove_loras(module: Any, kept: set[str]) -> None:
-    """Remove the LoRAs of ``module`` that are not named in ``kept``."""
+    """Remove the LoRAs of ``module``, a transformer, that are not named in ``kept``.
+
+    Text encoders lack these methods of diffusers. None comes here: only FSDP2 shards encoders, and its
+    ``shard_loras`` refuses no LoRA.
+    """
     # Use the methods of the class, because those of the instance communicate.
     cls: Any = original_class(module)
     if kept:
@@ -189,11 +192,12 @@ def check_initialization(module: nn.Module, args: tuple[Any, ...], kwargs: dict[
     """
     configs = [dict(vars(config)) for config in (*args, *kwargs.values()) if is_dataclass(config)]
     # A pipeline passes the config that a file holds as ``metadata``, with names like
-    # "transformer.init_lora_weights". The file then holds the values of a DoRA, which replace the computed
-    # ones.
+    # "transformer.init_lora_weights".
     metadata = kwargs.get("metadata") or {}
     of_file = {name.rpartition(".")[2]: value for name, value in metadata.items()}
-    for config in (*configs, {**of_file, "use_dora": False}):
+    # The magnitudes of a DoRA are in its file, too, and replace the wrong ones that are computed first.
+    of_file["use_dora"] = False
+    for config in (*configs, of_file):
         saved = config.get("modules_to_save")
         if saved:
             raise ValueError(

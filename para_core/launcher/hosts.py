@@ -92,7 +92,8 @@ class RemoteProcess:
         """Wait until the process has ended, at most ``seconds``.
         Return whether it has; also if its host is lost.
         """
-        return bool(self._ask("wait", self._rank, max(seconds, 0.0), otherwise=True))
+        seconds = max(seconds, 0.0)
+        return bool(self._ask("wait", self._rank, seconds, seconds=seconds, otherwise=True))
 
     def kill(self) -> None:
         """End the process, unless its host is lost."""
@@ -102,16 +103,14 @@ class RemoteProcess:
         """Return how the process ended."""
         return str(self._ask("describe_end", self._rank, otherwise="was lost with its host."))
 
-    def _ask(self, method: str, *args: Any, otherwise: Any) -> Any:
-        """Return the answer of the agent; ``otherwise`` if its host is lost, or it does not answer within 30
-        s. An exception of the agent's method is raised here.
-
-        So ``wait`` must not be asked to wait as long: RankGroup.end waits for 5 s.
+    def _ask(self, method: str, *args: Any, seconds: float = 0.0, otherwise: Any) -> Any:
+        """Return the answer of the agent, which may wait for ``seconds`` first; ``otherwise`` if its host is
+        lost, or it does not answer within 30 s more. An exception of the agent's method is raised here.
         """
         import ray
 
         try:
-            return ray.get(getattr(self._agent, method).remote(*args), timeout=30)
+            return ray.get(getattr(self._agent, method).remote(*args), timeout=seconds + 30.0)
         except ray.exceptions.RayTaskError:
             raise
         except ray.exceptions.RayError:
@@ -150,6 +149,9 @@ def start_ranks_on_hosts(ranks: int, hosts: int, timeout: float, env: Mapping[st
     end = time.monotonic() + timeout
     per_host = ranks // hosts
     bundle: dict[str, float] = {"CPU": per_host}
+    # A rank selects a GPU if its host has any (process_group.py), so it must reserve one, or another program of
+    # the cluster may get the same. Which hosts Ray will choose, and whether the ranks will then compute on the
+    # CPU, is not known here: ranks for the CPU need a cluster without GPUs.
     if ray.cluster_resources().get("GPU", 0):
         bundle["GPU"] = per_host
     needed = " and ".join(f"{count} {kind}s" for kind, count in bundle.items())
@@ -169,7 +171,9 @@ def start_ranks_on_hosts(ranks: int, hosts: int, timeout: float, env: Mapping[st
                 f"other programs use the hosts of the Ray cluster: waited {timeout:g} s for {hosts} hosts with "
                 f"{needed} free each. Start more nodes with ray start, or use fewer ranks or hosts."
             )
-        agents += [_start_agent(ray, placement, host, bundle) for host in range(hosts)]
+        # One at a time, so that those before one that raises are ended below.
+        for host_index in range(hosts):
+            agents.append(_start_agent(ray, placement, host_index, bundle))
         secret = secrets.token_bytes(_SECRET)
         with socket.create_server(("", 0)) as server:
             caller = ray.util.get_node_ip_address(), server.getsockname()[1]
@@ -284,7 +288,8 @@ def _accept_ranks(
 
 def _receive_greeting(connection: socket.socket, secret: bytes) -> int | None:
     """Return the number of the rank that has opened ``connection``; None if it does not send the secret."""
-    # A stranger that sends nothing, or byte after byte, must not hold up the ranks for long.
+    # A stranger that sends nothing, or byte after byte, holds up the ranks for 10 s. Others may follow it, each
+    # for 10 s, until the time-out of the start.
     deadline = time.monotonic() + 10.0
     connection.settimeout(10.0)
     greeting = b""

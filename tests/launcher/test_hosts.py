@@ -74,7 +74,8 @@ def test_lost_host_is_no_error_of_its_agent(monkeypatch):
     monkeypatch.setattr(ray, "get", mock.Mock(side_effect=[ray.exceptions.ActorDiedError(), error_of_agent]))
     assert "lost" in process.describe_end()
     with pytest.raises(ray.exceptions.RayTaskError):
-        process.wait(1.0)
+        process.wait(40.0)
+    assert ray.get.call_args.kwargs["timeout"] > 40.0  # else a living process counts as ended
 
 
 def test_connections_without_the_secret_are_refused_and_those_of_ranks_closed_after_a_failure(monkeypatch):

@@ -135,18 +135,17 @@ def test_a_lora_is_exact_over_shared_weights(rank_pool, name, method, when):
         assert all(torch.equal(out, ranks[0][key]) for key, out in outs.items())
 
 
-# Tensor parallelism keeps the first rank's values of replicated parameters, and each rank's own part of sharded ones.
-DIFFERENT = [("fsdp", False), ("tensor", True), ("stages", False), ("stages", True)]
-
-
 def load_different():
     """Load another LoRA on each rank, or in the place of an equal one."""
     weights = lora_weights("flux", seed=11 + dist.get_rank())
-    for method, swap in DIFFERENT:
+    # Tensor ranks keep the first one's values of replicated parameters, and each its own part of sharded ones.
+    for method, swap in (("fsdp", False), ("tensor", True), ("stages", False), ("stages", True)):
         heartbeat()
         pipe = make("flux")
         pipe.load_lora_weights(lora_weights("flux"), adapter_name="style")
         share(pipe, method)
+        with pytest.raises(ValueError, match="argument 1"):
+            pipe.transformer.add_adapter(LoraConfig(r=2, target_modules=["to_q"]), f"of rank {dist.get_rank()}")
         with pytest.raises(ValueError, match="rank"):
             pipe.load_lora_weights(dict(weights), adapter_name="style" if swap else "other", hotswap=swap)
             generate(pipe, "flux")
