@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from para_core.dataclass_fields import leaves_of, map_leaves
-from para_core.torch_internals import disabled_torch_function, make_wrapper_subclass, pytree
+from para_core.torch_internals import disabled_torch_function, make_wrapper_subclass, pytree, schema_of
 
 # An operator in place that keeps the shape, although it has the tag of those that change it.
 _DETACH = torch.ops.aten.detach_.default
@@ -69,10 +69,23 @@ class LiveTensors:
 
     def __init__(self) -> None:
         self._live = WeakTensorKeyDictionary()
+        # Sources that read other lazy tensors when they are asked for their data, and not before.
+        self._readers: weakref.WeakSet[LazySource] = weakref.WeakSet()
 
     def add(self, x: LazyTensor) -> None:
         """Add ``x``, without keeping it alive."""
         self._live[x] = None
+
+    def add_reader(self, source: LazySource) -> None:
+        """Add ``source``, which reads other lazy tensors of the call, without keeping it alive."""
+        self._readers.add(source)
+
+    def run_readers(self) -> None:
+        """Compute what reads lazy tensors, before one of these changes in place. May wait."""
+        readers = list(self._readers)
+        self._readers.clear()
+        for source in readers:
+            source.value()
 
     def become_tensors(self) -> None:
         """Turn each lazy tensor that still exists into an ordinary tensor, in place.
@@ -176,6 +189,10 @@ class LazyTensor(Tensor):
                 f"{func} changes the shape of a tensor in place, {list(args[0].shape)}, that is a result of a parallel "
                 "model call. Use the function without the underscore, which returns another tensor."
             )
+        if schema_of(func).is_mutable:
+            for x in pytree.tree_leaves((args, kwargs or {})):
+                if isinstance(x, LazyTensor):
+                    x.source.live.run_readers()
         args, kwargs = pytree.tree_map_only(LazyTensor, _ready_value, (args, kwargs or {}))
         for x in pytree.tree_leaves((args, kwargs)):
             if isinstance(x, LazyTensor):

@@ -17,7 +17,13 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.fx.experimental.symbolic_shapes import guard_or_true
 
-from para_core.torch_internals import FORWARD_AD_LEVEL, TransformType, forward_ad_globals, innermost_transform
+from para_core.torch_internals import (
+    FORWARD_AD_LEVEL,
+    TransformType,
+    forward_ad_globals,
+    function_mode_stack,
+    innermost_transform,
+)
 
 # The dtypes of masks. SDPA takes no other float, such as float8, and then a rank without a mask could not make one
 # like those of the others.
@@ -86,13 +92,36 @@ class SdpaCall(NamedTuple):
 
     def on_one_device(self) -> Tensor:
         """Compute the call on this rank alone, with SDPA's ``aten`` operator, which attention modes let through."""
+        call = self
+        if self.is_causal and self.attn_mask is not None:
+            call = self._with_causal_mask(self.attn_mask)
         out: Tensor = torch.ops.aten.scaled_dot_product_attention.default(
-            *self[:6], scale=self.scale, enable_gqa=self.enable_gqa
+            *call[:6], scale=self.scale, enable_gqa=self.enable_gqa
         )
         return out
 
+    def _with_causal_mask(self, mask: Tensor) -> SdpaCall:
+        """Return this call with a causal ``mask`` in place of ``is_causal``, because some kernels refuse both."""
+        sizes = self.query.shape[-2], self.key.shape[-2]
+        future = torch.ones(sizes, dtype=torch.bool, device=mask.device).triu(1)
+        hidden: float = float("-inf")
+        if mask.dtype == torch.bool:
+            hidden = False
+        mask = mask.masked_fill(future, hidden)
+        return SdpaCall(
+            self.query, self.key, self.value, mask, self.dropout_p, False, self.scale, self.enable_gqa
+        )
+
     def original(self) -> Tensor:
         """Compute the call with ``F.scaled_dot_product_attention``, which outer modes intercept."""
+        # An outer mode over ranks needs is_causal, because a causal mask of this rank's tokens would not do.
+        if (
+            self.is_causal
+            and self.attn_mask is not None
+            and not torch.compiler.is_compiling()
+            and not function_mode_stack()
+        ):
+            return self.on_one_device()
         return F.scaled_dot_product_attention(*self[:6], scale=self.scale, enable_gqa=self.enable_gqa)
 
 

@@ -4,7 +4,8 @@
 SDPA call inside that function, because torch disables the mode while the mode handles the outer call.
 
 A feature of :mod:`.registry`. A plan intercepts a model with such modules by a mode, never at the dispatcher
-(``Region.has_encoders``). Tests: tests/modes/test_unified.py.
+(``Region.has_encoders``): before the dispatcher sees SDPA, torch's function has refused masks that do not have
+the sizes of this rank's tokens. Tests: tests/modes/test_unified.py.
 """
 
 from __future__ import annotations
@@ -90,7 +91,8 @@ def multi_head_attention(
             )
         )
     if is_causal:
-        # The caller promises that this is the causal mask, so the flag is enough.
+        # The caller promises that this is the causal mask, so the flag is enough, also next to key_padding_mask:
+        # unlike a mask of this rank's tokens, with which torch replaces it then, it holds for all tokens.
         attn_mask = None
     weights: tuple[Tensor | None, ...] = (q_proj_weight, k_proj_weight, v_proj_weight)
     if in_proj_weight is not None and not use_separate_proj_weight:
@@ -119,12 +121,12 @@ def multi_head_attention(
 def _merge_masks(
     key_padding_mask: Tensor | None, attn_mask: Tensor | None, num_heads: int, query: Tensor, fail: Fail
 ) -> Tensor | None:
-    """Return both masks as one mask for SDPA, bool or additive in the dtype of ``query``; None if both are
-    None.
+    """Return both masks as one mask for SDPA, bool or additive; None if both are None. A bool mask that is
+    combined with a float mask gets the dtype of ``query``.
 
     In bool arguments True hides a key; in a bool result True shows it. ``key_padding_mask`` is ``[B, S_k]``
     or ``[S_k]``, and ``attn_mask`` ``[S_q, S_k]``, or ``[B * H, S_q, S_k]`` (``[H, S_q, S_k]`` without a
-    batch). The result is marked like ``attn_mask`` if ``cp.shard`` made its rows. Raise ``ValueError`` by
+    batch). The result has the mark of ``attn_mask``, or else of ``key_padding_mask``. Raise ``ValueError`` by
     ``fail`` for another dtype, if ``attn_mask`` has another first dim, or if the masks are for different
     numbers of keys.
     """
@@ -163,6 +165,7 @@ def _merge_masks(
     if of_keys is not None:
         of_keys = of_keys[..., None, None, :]
     mask = _combine(of_keys, of_queries, query.dtype)
+    copy_mark(key_padding_mask, mask)
     copy_mark(attn_mask, mask)
     return mask
 

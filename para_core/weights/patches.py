@@ -86,8 +86,8 @@ class PatchSource(ABC):
     def _fits(self, x: Tensor, first: LazyTensor) -> bool:
         """Whether an argument ``x`` of an elementwise function is an ordinary tensor, or arrives in equal patches."""
         if isinstance(x, LazyTensor):
-            is_patched = isinstance(x.source, PatchSource) and x.source.num_patches == self.num_patches
-            return is_patched and x.shape == first.shape
+            # One Fusion has one LiveTensors and cuts tensors of one shape into the same patches.
+            return x.source.live is self.live and x.shape == first.shape
         return type(x) in (Tensor, nn.Parameter) and (x.device == first.device or x.ndim == 0)
 
 
@@ -141,6 +141,7 @@ class _Pointwise(PatchSource):
     def __init__(self, func: Any, args: Any, kwargs: Any, num_patches: int, live: LiveTensors) -> None:
         super().__init__(num_patches, live)
         self._call: tuple[Any, Any, Any] | None = (func, args, kwargs)
+        live.add_reader(self)
         self._output: Tensor | None = None
         self._patch = -1
 

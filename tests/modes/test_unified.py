@@ -18,7 +18,7 @@ from para_core import RingAttnMode, Segment, SequenceLayout, UlyssesAttnMode, Un
 from para_core.distributed.create_mesh import init_context_parallel_mesh
 from tests.attention.one_device import make_qkv, relative_error
 from tests.modes.outcomes import outcome
-from tests.tiny import cpu_mesh, fill
+from tests.tiny import cpu_mesh
 
 
 def attend_whole(mode, S=13, H=3, **options):
@@ -75,16 +75,10 @@ MESH_OPTIONS = [{}, {"max_ring_dim_size": 4}, {"max_ring_dim_size": 2}, {"max_ul
 
 
 def run_modules():
-    outs = []
-    with torch.no_grad():
-        model = fill(Attention(12, 3), seed=1)
-        for S, options in enumerate(MESH_OPTIONS, start=11):
-            with UnifiedAttnMode(init_context_parallel_mesh("cpu", **options)) as cp:
-                outs.append(cp.gather(model(cp.shard(tokens(S), dim=1)), dim=1))
-    mesh = cpu_mesh(2, 2)
+    outs, meshes = [], [init_context_parallel_mesh("cpu", **options) for options in MESH_OPTIONS]
     for grad in (False, True):
-        for kind, batch_first in MODULES:
-            x, dim = tokens(7), 1 if batch_first else 0
+        for S, ((kind, batch_first), mesh) in enumerate(zip(MODULES, 2 * meshes, strict=True), start=7):
+            x, dim = tokens(S), 1 if batch_first else 0
             with torch.set_grad_enabled(grad), UnifiedAttnMode(mesh) as cp:
                 part = cp.shard(x if batch_first else x.transpose(0, 1), dim=dim)
                 y = call_module(make_module(kind, batch_first), kind, part)
@@ -92,15 +86,14 @@ def run_modules():
     return outs
 
 
-def test_models_and_torchs_own_modules_equal_one_device(rank_pool):
-    x = tokens(7)
+def test_torchs_own_modules_equal_one_device(rank_pool):
+    expected = []
     with torch.no_grad():
-        model = fill(Attention(12, 3), seed=1)
-        expected = [model(tokens(S)) for S, _ in enumerate(MESH_OPTIONS, start=11)]
-        own = [call_module(make_module(*case), case[0], x if case[1] else x.transpose(0, 1)) for case in MODULES]
-    cases = [*MESH_OPTIONS, *[(case, grad) for grad in (False, True) for case in MODULES]]
+        for S, (kind, batch_first) in enumerate(MODULES, start=7):
+            x = tokens(S) if batch_first else tokens(S).transpose(0, 1)
+            expected.append(call_module(make_module(kind, batch_first), kind, x))
     for outs in rank_pool.run(run_modules, 4):
-        for case, out, whole in zip(cases, outs, expected + own * 2, strict=True):
+        for case, out, whole in zip(2 * MODULES, outs, 2 * expected, strict=True):
             assert relative_error(out, whole) < 1e-5, case
 
 
@@ -120,6 +113,9 @@ def masked_calls(shard):
     yield x, {"key_padding_mask": shard(padding, 1)}
     yield x, {"key_padding_mask": shard(scores, 1)}
     yield x, {"key_padding_mask": scores, "attn_mask": torch.randn(6, 7, 7, generator=generator)}
+    yield x, {"key_padding_mask": padding, "attn_mask": torch.ones(7, 7).bool().triu(1), "is_causal": True}
+    # As many tokens as ranks: only the mark tells that a size of 1 is a rank's part.
+    yield shard(tokens(2), 1), {"key_padding_mask": shard(torch.tensor([[False, True], [True, False]]), 1)}
     x = shard(tokens(7)[0], 0)
     for rows in ({}, {"attn_mask": shard(square, 0)}, {"attn_mask": shard(of_samples, 1)}):
         for keys in ({}, {"key_padding_mask": padding[0]}):
@@ -130,7 +126,8 @@ def attend_masked(ring, ulysses):
     module, outs = make_module("attention", batch_first=True), []
     with torch.no_grad(), UnifiedAttnMode(cpu_mesh(ring, ulysses)) as cp:
         for x, masks in masked_calls(lambda x, dim: cp.shard(x, dim=dim)):
-            outs.append(cp.gather(module(x, x, x, need_weights=False, **masks)[0], dim=x.ndim - 2))
+            y, total = module(x, x, x, need_weights=False, **masks)[0], 2 if x.shape[-2] == 1 else 7
+            outs.append(cp.gather(y, dim=x.ndim - 2, sequence=cp.sequence(total)))
     return outs
 
 
