@@ -1,8 +1,8 @@
 """Lines of a prompt file, which one group of ranks generates one after another.
 
 `cli/generation.py` makes a :class:`LineRun` for ``para_core generate`` with one replica. Several replicas
-generate lines in `replicas.py`, without the phases of `encode_first.py`. Tests: tests/cli/test_generate.py,
-of which one that is marked long ends a rank.
+generate lines in `replicas.py`, without the phases of `encode_first.py`. Tests: tests/cli/test_generate.py;
+one of them, marked long, ends a rank.
 """
 
 from __future__ import annotations

@@ -66,8 +66,8 @@ def change_field(value: Any, path: str, change: Callable[[Any], Any]) -> Any:
     """Return a copy of ``value`` in which the field ``path`` is replaced by ``change(field)``. A None is not
     changed.
 
-    With an empty path this is ``change(value)``. A field may also be an entry of a mapping, of which a plain
-    dict is returned.
+    With an empty path this is ``change(value)``. A field may also be an entry of a mapping; the
+    result then has a plain dict in its place.
 
     Raises:
         TypeError: ``value``, or a field on the path, does not have the next field.

@@ -267,7 +267,7 @@ def _check_values(fields: Mapping[str, Any], files: Mapping[str, bytes], model: 
     for name, value in fields.items():
         if _count_levels(value) > _MAX_NESTING:
             raise ValueError(f"field {name!r} is nested more than {_MAX_NESTING} levels deep.")
-        # A field that is sent several times is a list, of which one item may be a file.
+        # A field that is sent several times is a list, and one of its items may be a file.
         items = value
         if not isinstance(items, list):
             items = [items]

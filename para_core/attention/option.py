@@ -47,7 +47,7 @@ class AttentionOption:
         attend: Computes attention to the keys of all ring ranks in place of
             :func:`~para_core.attention.usp.attend_all`, with its arguments and ``save``; or None. An option
             that has it must be ``by_position``: otherwise plain SDPA may compute the call without it, and
-            another option could have one too, of which only the last would run.
+            another option could have one too, and only the last one would run.
     """
 
     option: ClassVar[str]

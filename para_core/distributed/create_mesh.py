@@ -171,10 +171,10 @@ def _check_device_type(device_type: str) -> None:
             f"device_type is {device_type!r}; expected a string, such as 'cuda', the type of a torch.device."
         )
     try:
-        known = torch.device(device_type).type == device_type
+        is_plain_type = torch.device(device_type).type == device_type
     except RuntimeError:
-        known = False
-    if not known:
+        is_plain_type = False
+    if not is_plain_type:
         raise ValueError(
             f"device_type is {device_type!r}; expected a type of device without an index, such as 'cuda' or 'cpu'."
         )

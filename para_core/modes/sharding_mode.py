@@ -142,7 +142,7 @@ class ShardingMode(TorchFunctionMode):
 
     def _only_sequence(self, num_tokens: int) -> SequenceLayout:
         """Return the layout of the only sequence that was sharded through this mode; if there is none, equal
-        parts, of which this rank has ``num_tokens`` tokens. Raise ``ValueError`` if there are several, or a
+        parts of ``num_tokens`` tokens for each rank. Raise ``ValueError`` if there are several, or a
         balanced one was forgotten, whose tokens would be put together in another order.
         """
         sequences = [segment for segment in segments_of(self._known) if not segment.replicated]

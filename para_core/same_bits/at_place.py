@@ -194,7 +194,7 @@ def _pair_parts(
 
 
 def has_samples(x: Tensor, one_process: OneProcess, tokens: Tokens) -> bool:
-    """Whether dim 0 of ``x`` has this rank's samples, of which other ranks have the rest.
+    """Whether dim 0 of ``x`` has this rank's samples, and other ranks have the rest.
 
     A tensor of one dim is taken for features: it has no rows, like a scalar.
     """

@@ -195,8 +195,7 @@ class Stages:
                 return self.links.broadcast_from(leaf, stage)
             return leaf
 
-        # Not pytree.tree_map_only: to it a dataclass is one leaf, of which each stage would keep its own
-        # tensors.
+        # Not pytree.tree_map_only: to it a dataclass is one leaf, so each stage would keep its own tensors.
         return map_leaves(send, tree)
 
     def _receive(self, inputs: list[Any], compute: Callable[[list[Any]], Any]) -> Any:
