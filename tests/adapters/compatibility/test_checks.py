@@ -298,7 +298,7 @@ CASES = {
     "no_tensor_ranks_of_unet": (lambda mesh: case(unet(), component="unet", mesh=on_tensor_ranks(mesh)), "'tensor'"),
     "adapter_type": (lambda _: case(flux_transformer(), flux_pipe(), adapter={}), r"\{\}; .*Adapter, .*transformer="),
     "class_has_plan": (lambda _: case(lumina_next()), LUMINA),
-    "chained_blocks, HunyuanDiT2DModel": (
+    "has_stages, HunyuanDiT2DModel": (
         lambda mesh: case(MODELS["hunyuandit"].build(), mesh=in_stages(mesh)),
         "weights='fsdp'",
     ),
