@@ -60,13 +60,13 @@ def products(request: ChangeRequest) -> list[ProductsChange]:
             'of each weight, and torch multiplies them. Leave products out, or take weights="fsdp" and a mesh '
             "without 'tensor'."
         )
-    for name, module in request.transformers.items():
+    for name, module in request.transformers_by_path.items():
         for weight_name, weight in module.named_parameters():
             # FSDP2 gathers its weights before they are used: a whole weight is of the class of its shards.
             used = weight.to_local() if isinstance(weight, DTensor) else weight
             if not is_plain_weight(used):
                 raise ValueError(
-                    f'products="triton" with a quantized weight: pipe.{name}.{weight_name} is a '
+                    f'products="triton" with a quantized weight: {name}.{weight_name} is a '
                     f"{type(used).__name__}, which has a product of its own. Leave products out, or load plain "
                     "weights."
                 )

@@ -81,13 +81,13 @@ def _check_sums(request: ChangeRequest) -> None:
         )
     if mesh.sequence.ranks == 1:
         return
-    for name, module in request.transformers.items():
+    for name, module in request.transformers_by_path.items():
         plan = plan_for(module, adapter=request.adapter)
         if plan is None:
             continue
         if any(isinstance(kind, LinearAttention) for kind in plan.attention.values()):
             raise ValueError(
-                f"same_bits=True with pipe.{name}, a {type(module).__name__}: its linear attention is a sum over "
+                f"same_bits=True with {name}, a {type(module).__name__}: its linear attention is a sum over "
                 "ranks. Leave same_bits out, or use one rank."
             )
 

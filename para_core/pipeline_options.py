@@ -1,8 +1,9 @@
-"""The options of a parallel pipeline that are names, numbers and switches, for Python, recipes and commands.
+"""The options of a parallel pipeline that have the same values in Python, in recipes and in commands.
 
 ``parallelize_pipe`` takes them as keyword arguments, a ``Recipe`` has them as fields, ``para_core`` as
-options, and the pages list them. Options whose value is an object of Python are declared in
-``adapters/parallel/options.py``, and those of loading a pipeline in ``fleet/recipe.py``. Imports no torch, so
+options, and the pages list them. Options with other values in Python than in a recipe, or that no recipe has,
+are declared in ``adapters/parallel/options.py``, and the fields that only a recipe has in ``fleet/recipe.py``,
+with its own form of the former, for example the name of a dtype for ``comm_dtype``. Imports no torch, so
 that a command can validate its options at once. Tests: tests/cli/test_help.py, tests/fleet/test_recipe.py.
 """
 

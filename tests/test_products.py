@@ -107,13 +107,17 @@ def test_pipeline_is_refused_before_it_changes():
             parallelize_pipe(pipe, products=value)
     with fake_group(2), pytest.raises(ValueError, match=r'products="triton" with weights="tensor"'):
         mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("ulysses", "tensor"))
-        parallelize_pipe(pipe, mesh=mesh, weights="tensor", products="triton")
+        parallelize_pipe(pipe, mesh=mesh, products="triton")
+    with pytest.raises(ValueError, match=r'products="triton" with weights="tensor"'):
+        parallelize_pipe(pipe, weights="tensor", products="triton")
     block = pipe.transformer.transformer_blocks[0]
     quantize_(block, int8_weight_only_quantized_training())
     for prepare in (id, fully_shard):
         with fake_group(2), pytest.raises(ValueError, match=r"pipe\.transformer\.transformer_blocks\.0\..*Int8Q"):
             prepare(block)
             parallelize_pipe(pipe, mesh=cpu_mesh(1, 2), products="triton")
+    with fake_group(2), pytest.raises(ValueError, match=r": transformer\.transformer_blocks\.0\..*Int8Q"):
+        parallelize_transformer(pipe.transformer, mesh=cpu_mesh(1, 2), products="triton")
 
 
 def test_graph_has_the_bits_of_eager_code():

@@ -23,6 +23,7 @@ from torch import Tensor
 from para_core.adapters.agree.arguments import PendingRecord, agree_on_texts, describe_value
 from para_core.adapters.agree.loras import describe_loras
 from para_core.adapters.registry import transformers_of
+from para_core.dataclass_fields import leaves_of
 from para_core.distributed.agree import agree
 from para_core.distributed.mesh import GuidedMesh
 from para_core.distributed.records import Record, describe_differences
@@ -45,8 +46,9 @@ def wrap_callbacks(
 
     ``kwargs`` are those of a pipeline's call; callbacks are those whose names contain ``callback``, such as
     ``prior_callback_on_step_end``. Yields the keyword arguments to call the pipeline with. ``slot`` is the
-    slot of a callback that is an object. A callback that the user passes by position, after some twenty
-    arguments, runs unwrapped.
+    slot of a callback that is an object; it is empty after the block, so such a callback must not pass itself
+    to a call that it makes. A callback that the user passes by position, after some twenty arguments, runs
+    unwrapped.
 
     >>> given = {"prior_callback_on_step_end": print, "prompt": "a cat"}
     >>> with wrap_callbacks(given, Slot.CACHE, lambda callback, *args: callback("checked:", *args)) as kwargs:
@@ -107,6 +109,8 @@ class CheckedCallbacks:
                 name: (region, module) for name, (region, module) in regions.items() if region is not None
             }
             state = self._describe_state(outputs)
+            # Functions of two processes cannot be compared, but how often they were changed can. If the code of
+            # one rank alone changed, that rank alone would verify its next call, which is collective.
             state |= {
                 f"changes of code inside pipe.{name}": region.check.note_changes()
                 for name, (region, _) in planned.items()
@@ -122,7 +126,9 @@ class CheckedCallbacks:
                 )
             raise
         self._compare(state)
-        # A callback may have set other attention processors or hooks.
+        # A callback may have set other attention processors or hooks. Warn of them only after the ranks have
+        # compared, so that a difference is told first, and outside of the handler above, whose exchange no
+        # other rank would answer now.
         for region, module in planned.values():
             region.check_new_code(module)
         self._pending = (
@@ -132,8 +138,12 @@ class CheckedCallbacks:
         )
         return result
 
-    def _describe_state(self, outputs: Mapping[str, Tensor]) -> Record:
+    def _describe_state(self, outputs: Mapping[str, Any]) -> Record:
         """Return the attributes of the pipeline that callbacks set, and the shapes and dtypes of ``outputs``."""
+        tensors = {
+            name: [leaf for leaf in leaves_of(value) if isinstance(leaf, Tensor)]
+            for name, value in outputs.items()
+        }
         scale = getattr(self._pipe, "_guidance_scale", None)
         if not (scale is None or isinstance(scale, (bool, int, float, str))):
             scale = describe_value(scale)  # repr of a tensor names its device
@@ -142,8 +152,14 @@ class CheckedCallbacks:
             # read only whether _interrupt is true, which may be a tensor: the result of a comparison.
             "interrupt": bool(getattr(self._pipe, "_interrupt", False)),
             "guidance_scale": scale,
-            **{f"shape of {name}": str(list(x.shape)) for name, x in outputs.items()},
-            **{f"dtype of {name}": str(x.dtype).removeprefix("torch.") for name, x in outputs.items()},
+            **{
+                f"shape of {name}": ", ".join([str(list(x.shape)) for x in xs])
+                for name, xs in tensors.items()
+            },
+            **{
+                f"dtype of {name}": ", ".join([str(x.dtype).removeprefix("torch.") for x in xs])
+                for name, xs in tensors.items()
+            },
         }
 
     def finish(self) -> None:
@@ -166,21 +182,26 @@ class CheckedCallbacks:
         agree_on_texts(state, stages, self._mesh, _explain)
 
 
-def _named_values(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {f"values of {name}": x for name, x in tensors.items()}
+def _named_values(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {f"values of {name}": value for name, value in values.items()}
 
 
-def _tensors_by_name(*args: Any, **kwargs: Any) -> dict[str, Tensor]:
-    """Return the tensors among the arguments, and in dicts among them, by name.
+def _tensors_by_name(*args: Any, **kwargs: Any) -> dict[str, Any]:
+    """Return the tensors, and lists of tensors, among the arguments and in dicts among them, by name.
 
     A callback takes and returns its tensors in a dict, or as separate arguments in the deprecated form of
-    callbacks.
+    callbacks. The embeddings of a prompt may be a list, with a tensor for each prompt (Z-Image).
     """
-    named = {f"argument {index}": value for index, value in enumerate(args)} | kwargs
-    for value in (*args, *kwargs.values()):
+    arguments = {f"argument {index}": value for index, value in enumerate(args)} | kwargs
+    named = {name: value for name, value in arguments.items() if not isinstance(value, Mapping)}
+    for value in arguments.values():
         if isinstance(value, Mapping):
             named.update(value)
-    return {name: value for name, value in named.items() if isinstance(value, Tensor)}
+    return {
+        name: value
+        for name, value in named.items()
+        if any(isinstance(leaf, Tensor) for leaf in leaves_of(value))
+    }
 
 
 def _explain(records: list[Record]) -> str:

@@ -5,13 +5,16 @@ exchanges a LoRA by writes through ``.data``, which leave object, address and ve
 they were.
 
 Nothing is compared here: ``adapters/parallel/call.py``, ``callbacks.py`` and
-``adapters/weights/staged_loras.py`` do that. Tests: tests/adapters/agree/test_state.py.
+``adapters/weights/staged_loras.py`` do that. What :func:`lora_weights` finds, FSDP2 does not shard
+(``adapters/weights/fsdp_weights.py``), and the merges of :func:`lora_layers` gather sharded weights
+(``adapters/weights/lora.py``). Tests: tests/adapters/agree/test_state.py, tests/weights/test_lora.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from hashlib import blake2b
+from itertools import repeat
 from typing import Any
 
 from torch import Tensor, nn
@@ -20,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from para_core.adapters.agree.arguments import StageValue
 from para_core.adapters.registry import all_components
 from para_core.distributed.fingerprints import joint_fingerprint
-from para_core.instance.modules import uncompiled
+from para_core.instance.modules import submodules_of, uncompiled
 from para_core.weights.parameters import plain_tensors
 from para_core.weights.stack import stages_of
 
@@ -50,11 +53,14 @@ def describe_loras_of_model(name: str, model: nn.Module) -> dict[str, Any]:
     which a LoRA may be fused, are not compared here. The copies of whole modules that a LoRA has
     (``modules_to_save``) count as its weights.
     """
+    if not _has_adapters(model):
+        return {}
     layers = [*lora_layers(model), *_copied_modules(model)]
     if not layers:
         return {}
     what, stages = f"LoRA of pipe.{name}", stages_of(model)
     values: dict[str, Any] = {what: _describe_settings(layers)}
+    # Scales are no parameters, so a stage keeps those of other stages' blocks too, and all ranks compare them.
     weights = [*_weights_of(layers), *_scales_of(layers)]
     if stages is not None:
         in_blocks = {id(x) for staged in stages.blocks for x in staged.block.parameters()}
@@ -67,8 +73,7 @@ def describe_loras_of_model(name: str, model: nn.Module) -> dict[str, Any]:
 
 def lora_layers(model: nn.Module) -> list[Any]:
     """Return the layers of ``model`` that peft wrapped with adapters (LoRA, LoKr, …)."""
-    # peft lists its adapters in peft_config, so without an entry there the modules need not be searched.
-    if not getattr(model, "peft_config", None):
+    if not _has_adapters(model):
         return []
     # Wrappers of modules_to_save have adapters too, but merge nothing: they are those of _copied_modules.
     return [
@@ -78,10 +83,17 @@ def lora_layers(model: nn.Module) -> list[Any]:
     ]
 
 
+def _has_adapters(model: nn.Module) -> bool:
+    """Whether peft has added adapters to ``model``. If not, its layers need not be searched, which takes a Python
+    call for each.
+    """
+    # peft lists its adapters in peft_config of the module that it was given, which may be a part of the model.
+    states = [part.__dict__ for part in submodules_of(model)]
+    return any(map(dict.__contains__, states, repeat("peft_config")))
+
+
 def _copied_modules(model: nn.Module) -> list[Any]:
     """Return peft's wrappers of modules that each LoRA replaces by a copy of its own (``modules_to_save``)."""
-    if not getattr(model, "peft_config", None):
-        return []
     wrappers = []
     for module in model.modules():
         if "modules_to_save" in getattr(module, "adapter_layer_names", ()):

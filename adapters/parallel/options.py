@@ -1,7 +1,7 @@
-"""The options of parallelize_pipe and parallelize_transformer whose values are objects of Python, and their
-checks.
+"""The options of parallelize_pipe and parallelize_transformer that a recipe and a command do not have
+(``adapter``, ``text``), or have with other values (``mesh``, ``weights``), and their checks.
 
-Those that are names and numbers are declared in ``para_core/pipeline_options.py``. The decorator
+Those with the same values everywhere are declared in ``para_core/pipeline_options.py``. The decorator
 ``takes_options`` makes these classes from the keyword arguments of the functions, and ``resolve.py`` and
 ``transformer.py`` read them. What depends on the pipeline or the mesh is checked there, not here. The number
 in an :class:`Option` sorts it among those of all classes, in signatures and tables. Tests:
@@ -30,6 +30,10 @@ from para_core.distributed.timeouts import as_timedelta
 from para_core.option_values import METHOD_WITH_BITS, RotateMethod
 from para_core.pipeline_options import AttentionChoices, PipelineChoices
 from para_core.weights.pipefusion_options import PipeFusion
+
+# Options that also apply to denoisers without a transformer, such as UNets. A new option that is missing here is
+# refused for these. weights= applies to them as well, except for "tensor".
+_OF_ALL_DENOISERS = frozenset({"mesh", "assume_equal", "timeout", "vae", "text_encoders", "vae_placement"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +119,8 @@ class TransformerOptions(AttentionChoices):
         """Validate the options.
 
         Raises:
-            ImportError: If ``backend`` names a library that is not installed.
+            ImportError: If ``backend``, or a backend of its schedule, or ``cross_backend`` names a library that
+                is not installed.
             TypeError: If an option has a wrong type.
             ValueError: If an option has an unknown value, or two options exclude each other.
         """
@@ -141,7 +146,9 @@ class TransformerOptions(AttentionChoices):
 
     @property
     def approximations(self) -> list[str]:
-        """The options with which a transformer call differs from that of one device by more than rounding."""
+        """The names of the options with which a transformer call differs from that of one device by more than
+        rounding, so that ``verify=True`` is refused with them (:func:`check_comparable`).
+        """
         names = self.approximate_backends
         if self.comm_dtype is not None:
             names.insert(0, "comm_dtype")
@@ -246,6 +253,7 @@ class ParallelOptions(TransformerOptions, PipelineChoices):
 
     @property
     def approximations(self) -> list[str]:
+        """As in :class:`TransformerOptions`, and ``pipefusion``."""
         names = super().approximations
         if self.pipefusion is not None:
             names.insert(0, "pipefusion")
@@ -254,9 +262,11 @@ class ParallelOptions(TransformerOptions, PipelineChoices):
     @property
     def transformer_options(self) -> dict[str, object]:
         """The options that the user gave and that apply to transformers only, by name."""
-        options = values_of(self, TransformerOptions)
-        del options["mesh"], options["assume_equal"]
-        options |= {"offload": self.offload, "pipefusion": self.pipefusion}
-        if self.weights == "tensor":
-            options["weights"] = self.weights
-        return {name: value for name, value in options.items() if value not in (None, False)}
+        options = values_of(self, ParallelOptions)
+        if self.weights != "tensor":
+            del options["weights"]
+        return {
+            name: value
+            for name, value in options.items()
+            if name not in _OF_ALL_DENOISERS and value not in (None, False)
+        }

@@ -49,7 +49,7 @@ def parallelize_pipe(pipe: Any, options: ParallelOptions) -> Any:
         ``pipe`` itself.
 
     Raises:
-        ImportError: If ``backend`` names a library that is not installed.
+        ImportError: If ``backend``, ``cross_backend`` or ``products`` needs a library that is not installed.
         TypeError: If the pipeline has no supported transformer or UNet, or an option has a wrong type.
         ValueError: If the mesh or an option does not fit the pipeline, or two options exclude each other.
         RuntimeError: If neither ``mesh`` nor a process group is given on several ranks, if two NCCL ranks use

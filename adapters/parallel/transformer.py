@@ -63,7 +63,7 @@ def parallelize_transformer(transformer: nn.Module, options: TransformerOptions)
         ``transformer`` itself.
 
     Raises:
-        ImportError: If ``backend`` names a library that is not installed.
+        ImportError: If ``backend``, ``cross_backend`` or ``products`` needs a library that is not installed.
         TypeError: If the transformer is not supported, or an option has a wrong type.
         ValueError: If the mesh or an option does not fit the transformer, or two options exclude each other.
         RuntimeError: As for :func:`parallelize_pipe`.

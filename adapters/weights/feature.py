@@ -99,6 +99,17 @@ class ChangeRequest:
         adapter: Adapter | None = self.options.get("adapter")
         return adapter
 
+    @property
+    def transformers_by_path(self) -> dict[str, nn.Module]:
+        """The transformers by their names in messages: ``pipe.transformer``, without a pipeline ``transformer``."""
+        by_path = {}
+        for name, module in self.transformers.items():
+            path = "transformer"
+            if name:
+                path = f"pipe.{name}"
+            by_path[path] = module
+        return by_path
+
 
 class FeatureChange:
     """A change that a feature makes.

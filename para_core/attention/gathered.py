@@ -8,15 +8,17 @@ all keys and values of one call, B · H_kv / U · S · (D + D_v) elements for U 
 what it received, until they are in order.
 
 A causal call without a gradient gets a mask tensor of this rank's queries and all keys, because PyTorch's
-causal mask begins at the first key: a CPU computes the same bits with it. On a GPU another backend may
-compute a call with a mask tensor, with other bits.
+causal mask begins at the first key: a CPU computes the same bits with it. Each call makes it again and holds
+its S_q · S bools, in addition to the keys. On a GPU another backend may compute a call with a mask tensor,
+with other bits.
 
 On a CPU, queries are computed in the blocks of one process (:mod:`.query_blocks`), as the last block of a
 call may get other bits; not in compiled code, and not for a gradient.
 
 :class:`GatheredKeys` is the style of ``rotate_method="gathered"``, which ``same_bits`` needs over a ring
 (``adapters/same_bits.py``). The gradient is in :mod:`para_core.attention.gradients.gathered`. Tests:
-tests/attention/test_gathered.py and tests/same_bits/test_attention.py.
+tests/attention/test_gathered.py and tests/same_bits/test_attention.py; of every style, with gradients,
+tests/attention/test_exactness.py and tests/attention/test_traffic.py.
 """
 
 from __future__ import annotations
@@ -107,6 +109,7 @@ class GatheredKeys(RingStyle):
         """
         plan = self.plan
         if not plan.rotates:
+            # All keys are here already, in the order of the sequence (AttentionSpec.keys).
             return key, value
         packing = Packing(key, value, plan.block_sizes)
         buffers = wait(start_all_gather(packing.pad(pack_sent_keys(packing, key, value, plan)), plan.dim))

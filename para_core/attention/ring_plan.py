@@ -94,7 +94,9 @@ class RingPlan:
 
     @cached_property
     def tiling(self) -> Tiling:
-        """The pieces of this rank's queries, and the tiles of the block of each step that they see."""
+        """The pieces of this rank's queries, and the tiles of the block of each step that they see: the default of
+        :attr:`RingStyle.tiling`, in which the number of a block is the step at which this rank has it.
+        """
         steps = 1
         if self.rotates:
             steps = self.spec.mesh.ring.size
@@ -110,7 +112,8 @@ class RingStyle:
 
     Attributes:
         gradient: The function that returns its gradient, as ``"module:name"`` in ``para_core.attention``.
-        has_all_keys: Whether a rank gets the keys of all ring ranks before it attends to any.
+        has_all_keys: Whether a rank gets the keys of all ring ranks before it attends to any. Such a style
+            must implement :meth:`gather_call`, and block-sparse attention keeps it.
     """
 
     gradient: ClassVar[str]
@@ -121,7 +124,9 @@ class RingStyle:
 
     @classmethod
     def of(cls, plan: RingPlan) -> RingStyle:
-        """Return this style for ``plan``, or the style to use in its place if it does not support the call."""
+        """Return this style for ``plan``, or the style to use in its place if it does not support the call. Called
+        by :attr:`AttentionPlan.style <para_core.attention.attention_plan.AttentionPlan.style>`.
+        """
         return cls(plan)
 
     @cached_property
@@ -147,23 +152,30 @@ class RingStyle:
         raise NotImplementedError
 
     def select_queries(self, out: Tensor) -> Tensor:
-        """Return the results of this rank's queries from ``out``, that of a call that :meth:`gather_call` returned."""
+        """Return the results of this rank's queries from ``out``, that of a call that :meth:`gather_call` returned.
+        Called by :func:`~para_core.attention.usp.attend_block`, like that method.
+        """
         return out
 
     @cached_property
     def tiling(self) -> Tiling:
-        """The pieces of this rank's queries, and the tiles of each block of keys that they see."""
+        """The pieces of this rank's queries, and the tiles of each block of keys that they see. A style overrides
+        it if its blocks are not those of the steps of the ring.
+        """
         return self.plan.tiling
 
     @property
     def other_queries(self) -> Sequence[Run]:
         """The positions of queries of other ranks that this rank computes, too. Their rows follow those of
-        this rank's queries in the mask of the call (:func:`~para_core.attention.masks.mask_of_block`).
+        this rank's queries in the mask of the call (:func:`~para_core.attention.masks.mask_of_block`). Only
+        the grid has any.
         """
         return ()
 
     def add_other_rows(self, mask: Tensor) -> Tensor:
-        """Return ``mask``, the rows of this rank's queries, followed by those of other queries. Collective."""
+        """Return ``mask``, the rows of this rank's queries, followed by those of :attr:`other_queries`. Collective.
+        Called by :func:`~para_core.attention.masks.mask_of_block` if each rank has the rows of its own queries.
+        """
         return mask
 
     def over_ring(self, attend: Attend) -> Attend:

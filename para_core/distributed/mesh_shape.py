@@ -1,7 +1,8 @@
 """The sizes of the dims of a mesh. Imports no torch, so that the planner starts at once.
 
 :mod:`.create_mesh` calls it for a mesh that is made, the planner and the commands for one that is planned.
-Tests: tests/distributed/test_mesh.py; tests/cli/test_help.py fails if the planner imports torch.
+Tests: tests/distributed/test_mesh.py; of :func:`parse_mesh_sizes` tests/cli/test_refusals.py and
+tests/planner/test_count.py; tests/cli/test_help.py fails if the planner imports torch.
 """
 
 from __future__ import annotations
@@ -9,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from math import gcd, prod
 
-# The dims of a mesh for which a largest size can be given. For a new dim, also extend mesh_sizes() here, and the
-# order in which create_mesh.py lays out the dims.
+# The dims of a mesh for which a largest size can be given. For a new dim, also extend mesh_sizes() here, which
+# names the dims one by one, the names in mesh.py, which imports torch, and the order in which create_mesh.py lays
+# out the dims.
 MESH_NAMES = ("pipe", "batch", "ring", "ulysses", "tensor")
 
 

@@ -4,9 +4,9 @@ The *sizes* of an image are the numbers of rows of the ranks, in rank order: tho
 :meth:`Layout.consecutive <para_core.layout.pieces.Layout.consecutive>`. A *run* is ``(start, length)`` in
 rows of the full image; it may reach beyond the image's edge.
 
-The rules of :mod:`para_core.spatial` and of the same bits call it; the rows are then fetched in
-:mod:`para_core.spatial.fetch`. Everything here is integer arithmetic, equal on all ranks. Tests:
-tests/spatial/test_functions.py, and the examples below.
+The rules of :mod:`para_core.spatial` and of :mod:`para_core.same_bits` call it; the rows are then fetched in
+:mod:`para_core.spatial.fetch`. ``adapters/vae`` divides the rows of images and of latents by it. Everything
+here is integer arithmetic, equal on all ranks. Tests: tests/spatial/test_functions.py, and the examples below.
 """
 
 from __future__ import annotations
@@ -155,7 +155,10 @@ def plan_overlap(sizes: Sizes, extent: int, stride: int, padding: int) -> Overla
     >>> plan.middle, plan.top, plan.bottom
     (((0, 4), (0, 4)), (None, (3, 3)), ((2, 3), None))
     """
-    half, count = extent // 2, -(-(extent // 2) // stride)
+    half = extent // 2
+    # The window of the j-th output row of a rank begins j · stride − half rows after the first of ``middle``,
+    # so the halo is needed by the first half / stride output rows, rounded up, and by as many at the end.
+    count = -(-half // stride)
     output = plan_convolution(sizes, extent, stride, padding).sizes
     if extent % 2 == 0 or extent == 1 or min(output) < 2 * count:
         return None
@@ -171,7 +174,9 @@ def plan_overlap(sizes: Sizes, extent: int, stride: int, padding: int) -> Overla
         middle.append((begin - first, end - begin))
         top.append((begin - half, edge_extent))
         bottom.append((end + half - edge_extent, edge_extent))
-        # At the edge of the image the operator pads as on one device, so the rank needs no halo there.
+        # At the edge of the image the operator pads as on one device, so the rank needs no halo there. The
+        # first step pads ``half`` rows, and so does the operator: with less padding no window has its middle in
+        # the first or last row of the image, and with more this function has returned None for the first rank.
         if begin == 0:
             top[-1] = None
         if end == sum(sizes):

@@ -28,46 +28,40 @@ from para_core.distributed.agree import exchange
 from para_core.distributed.create_mesh import check_no_shared_gpu, ranks_per_host_of_launcher
 from para_core.distributed.groups import find_or_make_group
 from para_core.distributed.mesh import sequence_mesh
-from para_core.distributed.mesh_shape import mesh_sizes
+from para_core.distributed.mesh_shape import MESH_NAMES, mesh_sizes
 from para_core.weights.group import sequence_ranks, weights_mesh
 from tests.attention.one_device import make_qkv, relative_error
 from tests.modes.outcomes import outcome
 from tests.tiny import cpu_mesh, flux_transformer
 
-MAXIMUM = st.none() | st.integers(1, 12)
 
-
-def shape(num_ranks, batch=None, ring=None, ulysses=None):
-    return tuple(mesh_sizes(num_ranks, {"batch": batch, "ring": ring, "ulysses": ulysses}).values())
-
-
-@given(num_ranks=st.integers(1, 64), batch=MAXIMUM, ring=MAXIMUM, ulysses=MAXIMUM)
-def test_each_dim_is_largest_divisor_left_or_the_error_names_sizes_that_fit(num_ranks, batch, ring, ulysses):
-    left, expected = num_ranks, []
-    for maximum in (batch or 1, ring, ulysses):
-        size = 1 if maximum is None else max(n for n in range(1, maximum + 1) if left % n == 0)
-        expected.append(size)
-        left //= size
-    if ulysses is None:
-        expected[2], left = left, 1
-    elif ring is None:
-        expected[1], left = left, 1
+@given(st.integers(1, 64), st.fixed_dictionaries({name: st.none() | st.integers(1, 12) for name in MESH_NAMES}))
+def test_each_dim_is_largest_divisor_left_or_the_error_names_sizes_that_fit(num_ranks, limits):
+    left, expected = num_ranks, {}
+    for name in ("tensor", "pipe", "batch", "ring", "ulysses"):
+        expected[name] = max(n for n in range(1, (limits[name] or 1) + 1) if left % n == 0)
+        left //= expected[name]
+    if limits["ulysses"] is None:
+        expected["ulysses"], left = left, 1
+    elif limits["ring"] is None:
+        expected["ring"], left = left, 1
     if left == 1:
-        assert shape(num_ranks, batch, ring, ulysses) == tuple(expected)
+        assert {"tensor": 1, "pipe": 1, **mesh_sizes(num_ranks, limits)} == expected
         return
     with pytest.raises(ValueError, match=rf"^mesh is .* {num_ranks} ranks: batch .*ring .*ulysses ") as error:
-        shape(num_ranks, batch, ring, ulysses)
-    named = {name: int(size) for name, size in re.findall(r"(\w+)=(\d+)", str(error.value))}
-    assert set(named) == {"batch", "ring", "ulysses"}
-    for name, size in named.items():
-        assert prod(shape(num_ranks, **{"batch": batch, "ring": ring, "ulysses": ulysses, name: size})) == num_ranks
+        mesh_sizes(num_ranks, limits)
+    fitting = re.findall(r"(\w+)=(\d+)", str(error.value).partition("The largest sizes")[2])
+    assert {name for name, _ in fitting} == {"batch", "ring", "ulysses"}
+    for name, size in fitting:
+        assert prod(mesh_sizes(num_ranks, {**limits, name: int(size)}).values()) == num_ranks
 
 
 @pytest.mark.parametrize(
     ("call", "error", "words"),
     [
-        *[(partial(shape, 4, **{dim: n}), ValueError, f"{dim}.* {n};.* 1") for dim, n in (("ring", 0), ("batch", -1))],
-        *[(partial(shape, 4, ulysses=size), TypeError, f"ulysses.* {size!r}") for size in (2.0, "2", True)],
+        (lambda: mesh_sizes(4, {"ring": 0}), ValueError, r"ring.* 0;.* 1"),
+        (lambda: mesh_sizes(4, {"batch": -1}), ValueError, r"batch.* -1;.* 1"),
+        *[(partial(mesh_sizes, 4, {"ulysses": n}), TypeError, f"ulysses.* {n!r}") for n in (2.0, "2", True)],
         (lambda: mesh_sizes(4, {"rings": 2}), ValueError, r"'rings'.* ring"),
         (lambda: mesh_sizes(0, {}), ValueError, r"0 ranks.* at least 1"),
         (lambda: mesh_sizes(9, {"ring": 8, "ulysses": 2}), ValueError, r"not fit 9 ranks.* ring 3 .* 3 of them"),

@@ -280,7 +280,7 @@ def compute(dim, overlaps):
     return outs
 
 
-@pytest.mark.parametrize(("world_size", "dim", "overlaps"), [(2, -2, True), (3, -1, False)])
+@pytest.mark.parametrize(("world_size", "dim", "overlaps"), [(2, -2, True), (3, -1, False), (3, -2, True)])
 def test_each_function_is_exact_or_refused(rank_pool, world_size, dim, overlaps):
     inputs = make_inputs(dim)
     errors = {}

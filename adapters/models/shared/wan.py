@@ -1,6 +1,7 @@
 """Plans that the relatives of Wan share: one that splits their video tokens, the tensor plan of their blocks, and what
 the causal ones say of their self-attention. The adapters are in ``adapters/models``: the files that import this
-one. Tests: tests/adapters/test_transformers.py, tests/weights/test_tensor.py.
+one. Wan itself and ChronoEdit use only the tensor plan: diffusers has a plan of their tokens. Tests:
+tests/adapters/test_transformers.py, tests/weights/test_tensor.py.
 """
 
 from collections.abc import Mapping
@@ -47,12 +48,15 @@ def wan_plan(
 
     The output of the module ``gathered`` is gathered. The default is for models whose output layers apply a
     time step to each token of the full sequence. Others name their last layer, which then runs on a part of the
-    tokens. The arguments ``inner`` and ``attention`` are further entries of :class:`Plan`; ``inner`` must not
-    have ``"blocks.0"``, whose rule is this function's.
+    tokens. The arguments ``inner`` and ``attention`` are further entries of :class:`Plan`.
+
+    Raises:
+        TypeError: ``inner`` has ``"blocks.0"``, whose rule is this function's.
     """
     return Plan(
         inputs={},
-        inner={**inner, "blocks.0": {"hidden_states": VIDEO}},
+        # Unlike a dict display, dict() refuses a second entry of this name.
+        inner=dict(**inner, **{"blocks.0": {"hidden_states": VIDEO}}),
         outputs={gathered: Gather(dim=1, segment="video")},
         joint_order=("video",),
         attention=attention,
@@ -61,7 +65,8 @@ def wan_plan(
 
 # The self-attention of the causal AnyFlow and of Wan Animate 2 packs or pads all tokens to fit a mask of flex
 # attention, and caches keys for later calls. So each rank runs it on all tokens and some heads. The all-to-all
-# comes after the norms, which span all heads.
+# comes after the norms, which span all heads. If diffusers renames one of these modules, the cases "wan animate 2"
+# and "anyflow far" of tests/adapters/test_transformers.py fail.
 CACHED_SELF_ATTENTION = AttentionByHeads("video", ("norm_q", "norm_k", "to_v"), "to_out.0")
 
 # Why First Block Cache refuses them (Adapter.uncached).

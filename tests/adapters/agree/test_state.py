@@ -5,7 +5,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from peft import LoraConfig
+from peft import LoraConfig, inject_adapter_in_model
 
 from para_core import version
 from para_core.adapters import parallelize_pipe
@@ -55,6 +55,7 @@ CHANGES = [
     (change_one_bit_in_data, "LoRA of pipe.transformer, weights"),
     # peft's wrapper passes on the bias of the copy that the LoRA uses.
     (lambda pipe: pipe.transformer.context_embedder.bias.data.add_(1), "LoRA of pipe.transformer, weights"),
+    (lambda pipe: inject_adapter_in_model(LoraConfig(target_modules="conv_in"), pipe.vae.decoder), "LoRA of pipe.vae"),
     (lambda pipe: pipe.transformer.to(torch.bfloat16), "dtype of pipe.transformer"),
     (lambda pipe: pipe.vae.to(torch.bfloat16), "dtype of pipe.vae"),
     (lambda pipe: pipe.scheduler.register_to_config(shift=2.0), r"pipe\.scheduler"),
@@ -64,7 +65,7 @@ CHANGES = [
 
 def change_on_one_rank():
     for change, name in CHANGES:
-        of_vae = name == "dtype of pipe.vae"
+        of_vae = "pipe.vae" in name
         pipe, output_type = parallel_pipe(shared_parts=not of_vae), "pt" if of_vae else "latent"
         pipe(**flux_call(num_inference_steps=1, output_type=output_type))
         if dist.get_rank() == 1:
@@ -91,6 +92,7 @@ CALLBACKS = [
     (change_data, "values of latents: rank 0 "),
     (lambda pipe, _, tensors: {"prompt_embeds": tensors["prompt_embeds"].flip(1)}, "values of prompt_embeds: rank 0 "),
     (lambda pipe, step, x: {"latents": x["latents"][:, :-1]}, r"shape of latents: rank 0 .*1, 63, .*, rank 1 .*1, 62,"),
+    (lambda pipe, _, x: {"prompt_embeds": [*x["prompt_embeds"]]}, r"shape of prompt_embeds: .*rank 1 has \[\d+, \d+\]"),
     (lambda pipe, step, x: {"latents": x["latents"].double()}, "dtype of latents: rank 0 .*float32, rank 1 .*float64"),
     (lambda pipe, step, tensors: change_one_bit_in_data(pipe), "LoRA of pipe.transformer, weights: rank 0 "),
     (lambda pipe, *_: setattr(pipe, "_interrupt", torch.tensor(True)), "interrupt: rank 0 .*False, rank 1 .*True"),
