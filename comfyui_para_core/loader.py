@@ -64,9 +64,16 @@ class LoadOnRanks:
     def load(
         self, unet_name: str, weight_dtype: str, ranks: int, mesh: str, cache: float, weights: str
     ) -> tuple[Any]:
-        """Return a MODEL whose diffusion model computes on ``ranks`` processes, which start when it is first used."""
+        """Return a MODEL whose diffusion model computes on ``ranks`` processes, which start when it is first used.
+
+        Raises:
+            ValueError: A setting is not valid, there are fewer GPUs than ranks, or the model cannot run so.
+            RuntimeError: A package that the ranks need is not installed.
+            FileNotFoundError: ComfyUI has no such model.
+        """
         import folder_paths
 
+        # First what needs neither para_core, which remote_patcher imports, nor the file, which takes long to read.
         settings = Settings.of(ranks=ranks, mesh=mesh, cache=cache, weights=weights)
         if weight_dtype not in _OPTIONS_OF_DTYPE:
             raise ValueError(
@@ -97,7 +104,11 @@ class CloseRanks:
         }
 
     def close(self, model: Any, samples: Any) -> tuple[Any]:
-        """End the ranks of ``model``, which start again at its next use, and return ``samples``."""
+        """End the ranks of ``model``, which start again at its next use, and return ``samples``.
+
+        Raises:
+            ValueError: ``model`` does not come from the node that loads on ranks.
+        """
         if not hasattr(model, "close_ranks"):
             raise ValueError(
                 f"this model ({type(model).__name__}) has no ranks; expected one that comes from the node "

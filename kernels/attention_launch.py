@@ -45,29 +45,31 @@ class RoundedKeys(NamedTuple):
 def check_tensors(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> None:
     """Raise ``TypeError`` or ``ValueError`` if the kernel does not support the dtypes or shapes of these tensors.
 
-    Nothing checks ``key_ranges`` and ``so_far``: with other shapes the kernel would read other memory.
+    Nothing checks devices, nor ``key_ranges`` and ``so_far``, which callers make for these tensors: with other
+    shapes the kernel would read other memory.
     """
     if query.dtype not in DTYPES or key.dtype != query.dtype or value.dtype != query.dtype:
         raise TypeError(
             f"query, key and value are {query.dtype}, {key.dtype} and {value.dtype}; expected one of float16, bfloat16 "
             "and float32 for all three."
         )
-    if max(query.shape[-1], value.shape[-1]) > LARGEST_HEAD_DIM:
-        raise ValueError(
-            f"head dims are {query.shape[-1]} and {value.shape[-1]}; expected at most {LARGEST_HEAD_DIM}. "
-            "scaled_dot_product_attention has no limit."
-        )
-    batch, heads, num_queries, _ = query.shape
     if (
-        key.shape[0] != batch
-        or heads % max(1, key.shape[1])
-        or (heads > 0 and key.shape[1] == 0)
+        not query.ndim == key.ndim == value.ndim == 4
+        or key.shape[0] != query.shape[0]
+        or query.shape[1] % max(1, key.shape[1])
+        or (query.shape[1] > 0 and key.shape[1] == 0)
         or query.shape[-1] != key.shape[-1]
         or key.shape[:3] != value.shape[:3]
     ):
         raise ValueError(
             f"query, key and value are {list(query.shape)}, {list(key.shape)} and {list(value.shape)}; expected "
             "[B, H, S_q, D], [B, H_kv, S_k, D] and [B, H_kv, S_k, D_v] with H a multiple of H_kv."
+        )
+    batch, heads, num_queries, head_dim = query.shape
+    if max(head_dim, value.shape[-1]) > LARGEST_HEAD_DIM:
+        raise ValueError(
+            f"head dims are {head_dim} and {value.shape[-1]}; expected at most {LARGEST_HEAD_DIM}. "
+            "scaled_dot_product_attention has no limit."
         )
     if mask is None:
         return
@@ -109,6 +111,7 @@ def launch_kernel(
     queries. Without it attention is exact. Shapes are not checked here (:func:`check_tensors` does that), nor
     that ``lse`` and the rows of ``out`` are contiguous, as from :func:`empty_outputs`.
     """
+    # ``out`` alone is empty if values have no dims, and then ``lse`` is still computed.
     if out.numel() == 0 and lse.numel() == 0:
         return
     query, key, value, mask, key_ranges, out_so_far, lse_so_far, is_causal, shift, scale = call.prepare()
@@ -231,4 +234,5 @@ def register(name: str, run: Callable[..., tuple[Tensor, Tensor]]) -> None:
 
 
 def _fake(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    return empty_outputs(query, value, rest[-1])
+    out_dtype = rest[-1]  # as in _SCHEMA
+    return empty_outputs(query, value, out_dtype)

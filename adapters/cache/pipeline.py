@@ -78,6 +78,8 @@ def apply_cache_on_pipe(
             :func:`apply_cache_on_transformer` or diffusers.
         ImportError, RuntimeError: On a parallel pipeline, another rank has failed by such an error, or does
             not answer.
+        RuntimeError: Another pipeline is running a call of one of the transformers, with a cache that skips
+            other blocks.
     """
     check_pipeline_or_model("pipeline", pipe, "apply_cache_on_transformer takes a transformer.")
     mesh = mesh_of(pipe)

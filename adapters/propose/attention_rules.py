@@ -23,7 +23,10 @@ from para_core.plans.plan import Attention
 
 @dataclass(frozen=True)
 class AttentionGuess:
-    """The joint order, the rules of modules whose attention differs from it, and the reasons as sentences."""
+    """The joint order, the rules of modules whose attention differs from it, and the reasons as sentences.
+
+    The reason for a rule begins with the key of the rule and ``": "``, by which ``search.py`` finds it.
+    """
 
     joint_order: tuple[str, ...]
     rules: Mapping[str, tuple[Attention, ...]]
@@ -113,7 +116,7 @@ def _without_repetitions(calls: Sequence[Attention]) -> tuple[Attention, ...]:
 def _joint_order(segment: str, calls_of_modules: Sequence[tuple[Attention, ...]]) -> tuple[str, ...]:
     """Return the most frequent order of segments among modules with self-attention (queries and keys are the
     same tokens) that includes ``segment``: the first one of equally frequent ones, and ``segment`` alone if
-    there is none.
+    there is none. A module whose calls differ does not count.
     """
     orders = [
         calls[0].queries
@@ -132,9 +135,9 @@ def _by_pattern(calls_of_modules: Mapping[str, tuple[Attention, ...]]) -> dict[s
         patterns.setdefault(re.sub(r"\.\d+(?=\.|$)", ".*", name), {})[name] = calls
     rules: dict[str, tuple[Attention, ...]] = {}
     for pattern, by_name in patterns.items():
-        different = {repr(calls): calls for calls in by_name.values()}
+        different = set(by_name.values())
         if len(different) == 1:
-            rules[pattern] = next(iter(different.values()))
+            rules[pattern] = different.pop()
         else:
             rules.update(by_name)
     return rules

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from importlib import import_module
 from typing import Any, Literal
 
 import torch
@@ -17,17 +16,16 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from para_core.distributed.agree import exchange
-from para_core.distributed.collectives import all_gather
-from para_core.distributed.mesh import GuidedMesh, MeshDim, one_guided_rank
+from para_core.distributed.mesh import MeshDim, one_guided_rank
 from para_core.layout.windows import Sizes, divide_evenly
-from para_core.spatial.fetch import start_fetch
+from para_core.spatial.fetch import gather_rows, start_fetch
 from para_core.spatial.mode import SpatialShardMode
 from para_core.spatial.row_group import first_ranks
 from para_core.spatial.row_tag import RowTag, clear_rows, rows_of, set_rows
 
 GatherTo = Literal["all", "first"]
-# The structure of an output, as JSON: "tensor", ["tuple", [...]], ["list", [...]], ["module:Class", {field:
-# ...}] for an output class, or ["module:Class", number of tensors] for a distribution.
+# The structure of an output, which ranks exchange: "tensor", (tuple, [...]), (list, [...]), (class, {field: ...})
+# for an output class, or (class, number of tensors) for a distribution.
 Structure = Any
 
 
@@ -49,7 +47,7 @@ class RowRanks:
 
         All ranks must ask for the same counts in the same order, because the first time may create a group.
         """
-        # A compiled graph cannot create a group.
+        # A compiled graph cannot create a group, and VaeRun.run_distributed refuses a call for fewer ranks in it.
         if torch.compiler.is_compiling() and count < self.ranks.size:
             return MeshDim("rows", count, self.ranks.index, "", None)
         if count not in self._first:
@@ -95,20 +93,18 @@ def run_on_rows(
         return call(*positional, **named)
 
 
-def run_on_workers(
-    compute: Callable[[], Any], workers: int, ranks: MeshDim, mesh: GuidedMesh, gather: GatherTo
-) -> Any:
+def run_on_workers(compute: Callable[[], Any], workers: int, row_ranks: RowRanks, gather: GatherTo) -> Any:
     """Call ``compute`` on the first ``workers`` ranks, and return its output with all rows. Collective.
 
-    All ``ranks`` must call this function; ``mesh`` has the same ranks. If there are more ranks than workers,
-    one exchange tells the others the structure of the output, and an error of ``compute`` then raises on
-    every rank: as a ``RuntimeError``, unless it is a TypeError or ValueError. If all ranks work, an error
-    raises where it occurs, and nothing is exchanged. With ``gather="first"`` all ranks but the first get
-    zeros, unless each of them has computed the whole output, as after a call in tiles.
+    All ``row_ranks`` must call this function. If there are more ranks than workers, one exchange tells the
+    others the structure of the output, and an error of ``compute`` then raises on every rank: as a
+    ``RuntimeError``, unless it is a TypeError, ValueError or ImportError. If all ranks work, an error raises
+    where it occurs, and nothing is exchanged. With ``gather="first"`` all ranks but the first get zeros,
+    unless each of them has computed the whole output, as after a call in tiles.
     """
+    ranks = row_ranks.ranks
     works = ranks.index < workers
-    failure: Exception | None = None
-    result, structure, tensors = None, None, []
+    structure, tensors = None, []
     if works:
         try:
             result = compute()
@@ -116,16 +112,17 @@ def run_on_workers(
         except Exception as error:
             if workers == ranks.size:
                 raise
+            # exchange() raises on every rank. It would turn a type that it does not know into a ValueError.
             kind: type[Exception] = RuntimeError
-            if type(error) in (TypeError, ValueError):
+            if type(error) in (TypeError, ValueError, ImportError):
                 kind = type(error)
             text = str(error)
             if not isinstance(error, kind):
                 text = f"{type(error).__name__}: {text}"
-            failure = kind(text)
+            exchange(kind(text), row_ranks.mesh)
     if workers < ranks.size:
         record = {"structure": structure, "tensors": [_describe_tensor(x) for x in tensors]}
-        records = exchange(failure or record, mesh)
+        records = exchange(record, row_ranks.mesh)
         structure = records[0]["structure"]
         if not works:
             tensors = [_empty_part(description) for description in records[0]["tensors"]]
@@ -150,7 +147,7 @@ def _gather_output(x: Tensor, workers: int, ranks: MeshDim, gather: GatherTo) ->
             x = x.new_empty(0)
     rows = RowTag(tag.dim, (*tag.sizes, *[0] * (ranks.size - len(tag.sizes))), tag.outer)
     if gather == "all":
-        out = all_gather(x, rows.sizes, rows.dim, ranks).contiguous()
+        out = gather_rows(x, rows, ranks)
     else:
         wanted = (((0, sum(rows.sizes)),), *[()] * (ranks.size - 1))
         fetched = start_fetch(x, rows, wanted, ranks)()
@@ -166,33 +163,27 @@ def _gather_output(x: Tensor, workers: int, ranks: MeshDim, gather: GatherTo) ->
 
 
 def _describe_tensor(x: Tensor) -> dict[str, Any]:
-    """Return what :func:`_empty_part` needs to make a part of ``x`` on another rank, as JSON."""
-    dtype = str(x.dtype).removeprefix("torch.")
-    description: dict[str, Any] = {
-        "shape": list(x.shape),
-        "dtype": dtype,
-        "device": x.device.type,
-        "rows": None,
-    }
-    rows = rows_of(x)
-    if rows is not None:
-        description["rows"] = [rows.dim, list(rows.sizes), rows.outer]
-    return description
+    """Return what :func:`_empty_part` needs to make a part of ``x`` on another rank."""
+    return {"shape": list(x.shape), "dtype": x.dtype, "device": x.device.type, "rows": rows_of(x)}
 
 
 def _empty_part(description: dict[str, Any]) -> Tensor:
     """Return this rank's part of an output that it did not compute: no rows, or zeros if it is not sharded."""
-    shape = list(description["shape"])
-    options = {"dtype": getattr(torch, description["dtype"]), "device": description["device"]}
-    if description["rows"] is None:
+    shape, rows = list(description["shape"]), description["rows"]
+    options = {"dtype": description["dtype"], "device": description["device"]}
+    if rows is None:
         return torch.zeros((), **options).expand(shape)
-    dim, sizes, outer = description["rows"]
-    shape[dim] = 0
-    return set_rows(torch.empty(shape, **options), RowTag(dim, tuple(sizes), outer))
+    shape[rows.dim] = 0
+    return set_rows(torch.empty(shape, **options), rows)
 
 
 def _tensors_of_distribution(value: Any) -> list[Tensor] | None:
-    """Return the tensors that a distribution of diffusers consists of; None if ``value`` is not a distribution."""
+    """Return the tensors that a distribution of diffusers consists of; None if ``value`` is not a distribution.
+
+    These are the arguments of its class: of ``DiagonalGaussianDistribution``, or of that of MiniMax H3's audio
+    autoencoder. A copy made of them alone is never ``deterministic``; no autoencoder of diffusers 0.42 returns
+    such a distribution.
+    """
     if hasattr(value, "parameters") and hasattr(value, "logvar"):
         return [value.parameters]
     if hasattr(value, "mean") and hasattr(value, "logs"):
@@ -226,42 +217,37 @@ def _output_tensors(value: Any) -> Iterator[Tensor]:
 
 
 def _describe_structure(value: Any) -> Structure:
-    """Return the structure of an output. Raise ``TypeError`` for an unsupported type."""
+    """Return the structure of an output, in which a namedtuple counts as a tuple. Raise ``TypeError`` for an
+    unsupported type.
+    """
     if isinstance(value, Tensor):
         return "tensor"
     if (parameters := _tensors_of_distribution(value)) is not None:
-        return [f"{type(value).__module__}:{type(value).__name__}", len(parameters)]
+        return type(value), len(parameters)
     if isinstance(value, (tuple, list)):
-        kind = "tuple"
-        if isinstance(value, list):
-            kind = "list"
-        return [kind, [_describe_structure(item) for item in value]]
+        kind = list if isinstance(value, list) else tuple
+        return kind, [_describe_structure(item) for item in value]
     if isinstance(value, dict):
-        return [
-            f"{type(value).__module__}:{type(value).__name__}",
-            {name: _describe_structure(item) for name, item in value.items()},
-        ]
+        return type(value), {name: _describe_structure(item) for name, item in value.items()}
     raise TypeError(
         f"a model returned a {type(value).__name__}; expected tensors, or an output class of diffusers."
     )
 
 
 def _rebuild(structure: Structure, tensors: Iterator[Tensor]) -> Any:
-    """Return an output of this structure with ``tensors``, in the order of :func:`_output_tensors`."""
+    """Return an output of this structure with ``tensors``, in the order of :func:`_output_tensors`.
+
+    >>> output = [torch.ones(1), ({"x": torch.zeros(1)},)]
+    >>> _describe_structure(output)
+    (<class 'list'>, ['tensor', (<class 'tuple'>, [(<class 'dict'>, {'x': 'tensor'})])])
+    >>> _rebuild(_describe_structure(output), _output_tensors(output))
+    [tensor([1.]), ({'x': tensor([0.])},)]
+    """
     if structure == "tensor":
         return clear_rows(next(tensors))
     kind, parts = structure
     if isinstance(parts, int):
-        return _import_class(kind)(*[clear_rows(next(tensors)) for _ in range(parts)])
-    if kind in ("tuple", "list"):
-        items = [_rebuild(part, tensors) for part in parts]
-        if kind == "tuple":
-            return tuple(items)
-        return items
-    return _import_class(kind)(**{field: _rebuild(part, tensors) for field, part in parts.items()})
-
-
-def _import_class(name: str) -> Any:
-    """Return the class ``module:name``."""
-    module, _, qualified = name.partition(":")
-    return getattr(import_module(module), qualified)
+        return kind(*[clear_rows(next(tensors)) for _ in range(parts)])
+    if isinstance(parts, list):
+        return kind([_rebuild(part, tensors) for part in parts])
+    return kind(**{field: _rebuild(part, tensors) for field, part in parts.items()})

@@ -183,7 +183,7 @@ class VaeRun:
         if self.family_rows is not None:
             with self.family_rows.sharded(x):
                 compute = partial(call, vae, x, *args, **kwargs)
-                return run_on_workers(compute, self.ranks.size, self.ranks, self.mesh, self.gather)
+                return run_on_workers(compute, self.ranks.size, self.row_ranks, self.gather)
         if self.method == "tiled" or self.adapter.only_tiled:
 
             def in_tiles() -> Any:
@@ -193,7 +193,7 @@ class VaeRun:
                 finally:
                     vae.use_tiling = before
 
-            return run_on_workers(in_tiles, self.ranks.size, self.ranks, self.mesh, self.gather)
+            return run_on_workers(in_tiles, self.ranks.size, self.row_ranks, self.gather)
         dim = dim_of_rows(x)
         unit = 1
         if way == "encode":
@@ -217,7 +217,7 @@ class VaeRun:
             finally:
                 self.mode = None
 
-        return run_on_workers(in_rows, workers.size, self.ranks, self.mesh, self.gather)
+        return run_on_workers(in_rows, workers.size, self.row_ranks, self.gather)
 
     def run_traced(
         self, vae: Any, call: Callable[..., Any], way: Way, x: Tensor, /, *args: Any, **kwargs: Any

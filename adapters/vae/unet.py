@@ -201,7 +201,7 @@ class UnetRun:
         if workers.size > 1:
             sharded = self._sizes_of_images(inputs, dim, rows.sizes)
             compute = partial(run_on_rows, SpatialShardMode(workers), call, (), inputs, sharded)
-        return run_on_workers(compute, workers.size, self.rows.ranks, self.rows.mesh, "all")
+        return run_on_workers(compute, workers.size, self.rows, "all")
 
     def _rows_per_unit(self) -> int:
         """Return the number of rows of the sample that are one row at the innermost level.

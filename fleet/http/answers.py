@@ -2,6 +2,12 @@
 
 `server.py` calls it for each request that was generated. Error responses stand in `errors.py`, those of
 asynchronous videos in `videos.py`. Tests: tests/fleet/test_openai.py, tests/fleet/test_server.py.
+
+Each format of a result has a media type:
+
+>>> from para_core.fleet.outputs import FORMATS
+>>> {name for names in FORMATS.values() for name in names} == set(MEDIA_TYPES)
+True
 """
 
 from __future__ import annotations
@@ -17,7 +23,7 @@ from para_core.fleet.http.errors import RequestError
 from para_core.fleet.http.jobs import Job
 from para_core.fleet.outputs import Output, Result
 
-# By format: all of outputs.FORMATS.
+# By format.
 MEDIA_TYPES = {
     "png": "image/png",
     "jpg": "image/jpeg",
@@ -68,10 +74,15 @@ async def answer_events(
     """Yield the server-sent events of a job, encoded. Their types begin with ``kind``, such as
     ``"image_generation"``.
 
-    The last events are one ``completed`` for each file of the result that ``waiting`` gives, as in
-    :func:`answer_body`, or one ``error`` if it raises RequestError. Before them come ``partial_image`` events
-    if the request asks for previews. If it asks for progress, there are also one ``accepted``, and
-    ``progress`` events with the number of finished steps.
+    The last events are one ``completed`` for each file of the result that ``waiting`` gives, or one ``error``
+    if it raises RequestError; another exception is a mistake of the server, and raises. A ``completed`` event
+    always has the file as base64, which OpenAI's type of this event requires, and with ``base_url`` its URL,
+    too; the rest is as in :func:`answer_body`. Before them come ``partial_image`` events if the request asks
+    for previews. If it asks for progress, there are also one ``accepted``, and ``progress`` events with the
+    number of finished steps.
+
+    Call this function at most once for a job: it takes the events out of ``job.events``, and puts None there
+    as their end.
     """
     progress = job.request.delivery.progress
     if progress:
@@ -108,8 +119,9 @@ def _make_common_fields(job: Job, output: Output, size: str) -> dict[str, Any]:
         "created_at": int(time.time()),
         "size": size,
         "output_format": _API_FORMATS.get(output.format_, output.format_),
+        # No request chooses these two: bodies.py accepts them for clients of OpenAI, and ignores them.
         "quality": "auto",
-        "background": "opaque",
+        "background": "auto",
     }
 
 

@@ -135,6 +135,12 @@ class Tiling:
         queries: The positions of the queries, as runs ``(start, length)`` in the order of the tensor.
         blocks: The positions of the keys of each block, in the order of the block. Block 0 is the rank's own.
         masks: The positional masks. Without any, all queries are one piece, and each block is one tile.
+
+    >>> tiling = Tiling([(4, 4)], [[(4, 4)], [(0, 4)]], [Causal()])
+    >>> tiling.pieces, tiling.tiles(0)
+    ([(4, 4)], [(0, Tile(runs=((0, 4),), positions=((4, 4),), is_causal=True))])
+    >>> tiling.tiles(1)
+    [(0, Tile(runs=((0, 4),), positions=((0, 4),), is_causal=False))]
     """
 
     def __init__(
@@ -145,12 +151,18 @@ class Tiling:
 
     @cached_property
     def pieces(self) -> list[Run]:
-        """Runs ``(start, length)`` of query positions, in the order of the tensor, that see the same tiles."""
+        """Runs ``(start, length)`` of query positions, in the order of the tensor, that see the same tiles.
+
+        Each mask gives all queries of a piece the same answer. If a mask is causal, each run of keys that the
+        masks are asked for contains all positions of a piece or none of them, and so a causal tile has the
+        positions of its piece: pieces are cut wherever such a run may begin or end.
+        """
         if not self.masks:
             return [(0, sum([length for _, length in self._queries]))]
         edges = [edge for mask in self.masks for edge in mask.query_edges()]
         if any(mask.is_causal for mask in self.masks):
             edges += [edge for mask in self.masks for edge in mask.key_edges()]
+            # Neighbouring runs are joined as in tiles_of_piece: no cut is needed between them.
             runs = [run for block in self._blocks for run in join_neighbours(block)]
             edges += [edge for start, length in runs for edge in (start, start + length)]
         return cut(join_neighbours(self._queries), edges) or [(0, 0)]
@@ -180,8 +192,9 @@ class Tiling:
         """Split ``x`` along its queries, dim 2, into one tensor per piece; with one row for all queries,
         ``x`` itself for each piece.
 
-        The parts are views, because the gradient adds to them in place. ``x`` has rows of these queries only:
-        a mask with rows of other queries is cut before.
+        The parts are views, because the gradient adds to them in place; one row for all queries so gets the
+        sum over the pieces. ``x`` has rows of these queries only: a mask with rows of other queries is cut
+        before.
         """
         lengths = [length for _, length in self.pieces]
         if x.shape[2] == 1 or len(lengths) == 1:

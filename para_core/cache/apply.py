@@ -63,7 +63,8 @@ def apply_cache(
             skip; the model lacks the blocks or arguments that ``blocks`` describes, or has one of diffusers'
             own caches; ``mesh`` has neither a ``ring`` nor a ``ulysses`` dim, has a dim that is unknown, or
             does not contain this rank.
-        RuntimeError: The process groups of ``mesh`` were destroyed.
+        RuntimeError: The process groups of ``mesh`` were destroyed, or a call of the model is running with a
+            cache of a pipeline that skips other blocks.
     """
     module: Any = uncompiled(model)
     settings = options_of("apply_cache", options)

@@ -1,7 +1,7 @@
 """The hooks on a model and its blocks through which caches run or skip the blocks, and a search for diffusers' own.
 
-:class:`~para_core.cache.block_cache.BlockCache` attaches and detaches them. Tests: tests/cache/test_state.py,
-tests/cache/test_flux.py.
+:class:`~para_core.cache.block_cache.BlockCache` attaches and detaches them; what they do with a block is in
+:mod:`.block_run`. Tests: tests/cache/test_state.py, tests/cache/test_flux.py.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class BlockHookHost:
     """The hooks on one model and its blocks, in their slots ``CACHED_BLOCK``, and the caches that use them.
 
     Several caches may share it, such as those of two pipelines with one model. A call that begins while
-    another one runs raises (:meth:`BlockCache.run`). The protocol:
+    another one runs raises (:func:`already_running`). The protocol:
 
     - :meth:`BlockCache._call_blocks` sets ``thread``, then ``running``, for a call, and only it: a hook in
       another thread that sees ``running`` must see its thread, too. At the end it sets ``running`` to None.
@@ -62,7 +62,8 @@ class BlockHookHost:
       ``remove_cache`` finds what to undo; :func:`detach` clears ``resident``.
     - ``local.branch`` is set by ``cache_context``, per thread.
     - :func:`attach` compares ``roles`` with those of the next cache, first by identity: the roles are
-      installed again only if they differ.
+      installed again only if they differ. A cache keeps the list ``roles`` itself (:meth:`BlockCache.attach`),
+      so :meth:`BlockCache.run` sees by identity that another one has replaced its hooks.
     """
 
     def __init__(self) -> None:
@@ -147,12 +148,30 @@ class BlockHookHost:
 
 
 def attach(module: nn.Module, roles: Roles, cache: BlockCache) -> BlockHookHost:
-    """Install hooks on the blocks in ``roles`` for ``cache``, or share equal hooks, and return the object with them."""
+    """Install hooks on the blocks in ``roles`` for ``cache``, and return the object with them.
+
+    Hooks with equal roles stay, and are shared. Others are replaced: the caches that use them notice it in
+    their next call, and call this function again.
+
+    Raises:
+        RuntimeError: Hooks would be replaced in a call that uses them.
+    """
     host = host_of(module) or BlockHookHost()
     if host.roles is not roles and host.roles != roles:
+        if host.running is not None:
+            raise already_running(module)
         host.install(module, roles)
     host.owners.add(cache)
     return host
+
+
+def already_running(module: nn.Module) -> RuntimeError:
+    """Return (not raise) the error that a call of ``module`` with a cache cannot begin inside another one."""
+    return RuntimeError(
+        f"this {type(module).__name__} with a cache is already running, in another thread or around this call (a hook "
+        "or a callback calls it again). Both calls would use the same cache. Use one thread and no nested call, or a "
+        "copy of the model for each."
+    )
 
 
 def detach(module: nn.Module, cache: BlockCache) -> None:
@@ -173,7 +192,9 @@ def host_of(module: nn.Module) -> BlockHookHost | None:
 
 
 def last_outcomes(module: nn.Module) -> list[Any]:
-    """Return the outcome of the last decision of each cache on ``module``."""
+    """Return the outcome of the last decision of each cache on ``module``, also of caches that took no part in
+    the last call of ``module``. Each decision makes a new object.
+    """
     host = host_of(module)
     if host is None:
         return []

@@ -25,7 +25,14 @@ import torch
 from torch import Tensor, nn
 
 from para_core.cache.argument_values import is_clock
-from para_core.cache.attachment import BlockHookHost, Roles, attach, check_no_foreign_cache, detach
+from para_core.cache.attachment import (
+    BlockHookHost,
+    Roles,
+    already_running,
+    attach,
+    check_no_foreign_cache,
+    detach,
+)
 from para_core.cache.block_roles import roles_of, submodules_on_path
 from para_core.cache.blocks import CachedBlocks
 from para_core.cache.branch_search import MOST_BRANCHES, Agree
@@ -157,7 +164,9 @@ class BlockCache:
         self.reset_states()
 
     def attach(self) -> BlockHookHost:
-        """Install the hooks if they are not installed, and return the object that holds them."""
+        """Install the hooks if they are not installed, and return the object that holds them. Raises as
+        :func:`~para_core.cache.attachment.attach`.
+        """
         host = attach(self.module, self.roles, self)
         # If the host already has hooks of equal roles, use its list: run() compares the lists by identity, to
         # notice that another cache has replaced the hooks since.
@@ -210,11 +219,7 @@ class BlockCache:
         if host.roles is not self.roles:
             host = self.attach()
         if host.running is not None:
-            raise RuntimeError(
-                f"this {type(self.module).__name__} with a cache is already running, in another thread or around this "
-                "call (a hook or a callback calls it again). Both calls would use the same cache. Use one thread and "
-                "no nested call, or a copy of the model for each."
-            )
+            raise already_running(self.module)
         self.uncached_by = None
         for name in self.blocks.uncached:
             if arguments.get(name) is not None:

@@ -1,7 +1,8 @@
 """The description of a model's transformer blocks for a cache.
 
 Adapters hold one for each model (``adapters/models/``), and users write one for their own. It is compared
-with a model in :mod:`.block_roles`. Tests: tests/cache/test_options.py.
+with a model in :mod:`.block_roles`. Tests: tests/cache/test_options.py; tests/cache/test_graph.py for ``chained``
+and ``between``, tests/cache/test_steps.py for ``conditions``.
 """
 
 from __future__ import annotations
@@ -31,13 +32,14 @@ class BlockGroup:
             with one ``torch.cond``.
         between (`tuple[str, ...]`, defaults to `()`): Names of arguments of the model, such as residuals of a
             ControlNet. If one of them is passed, the model computes something between its blocks although
-            ``chained`` is set.
+            ``chained`` is set. Without ``chained`` they have no effect.
         samples (`int`, defaults to `0`): Index of the batch dim of all streams: 0 for ``[B, S, C]``, 1 for
             ``[S, B, C]``.
 
     Raises:
-        TypeError, ValueError: A value is not a tuple of names, ``lists`` or ``streams`` is empty,
-            ``measured`` is not a stream, or ``samples`` is neither 0 nor 1.
+        TypeError: ``lists``, ``streams`` or ``between`` is not a tuple of names.
+        ValueError: ``lists`` or ``streams`` is empty, ``measured`` is not a stream, or ``samples`` is neither
+            0 nor 1.
     """
 
     lists: tuple[str, ...]
@@ -72,7 +74,8 @@ class CachedBlocks:
         conditions (`tuple[str, ...]`, *optional*): Arguments of the model that differ between CFG branches
             and stay equal from step to step, or fields of dataclasses in them (``"video.text"``). They
             identify the branch if the pipeline does not name it. Defaults to ``encoder_hidden_states``, if
-            the model has it.
+            the model has it. With ``()`` only calls within one step are told apart, by any argument that
+            differs between them.
         uncached (`tuple[str, ...]`, defaults to `()`): Names of arguments of the model, such as layers to
             skip. A call with one of them runs without the cache.
         modulated (`Callable`, *optional*): ``modulated(block, arguments)`` returns the input ``[B, S, C]`` of
@@ -80,7 +83,9 @@ class CachedBlocks:
             arguments. Required for rules that decide a step before the first block runs.
 
     Raises:
-        TypeError, ValueError: A value is not a tuple of the expected kind, or there is no group.
+        TypeError: ``groups`` is not a tuple of `BlockGroup`, or ``conditions`` or ``uncached`` is not a tuple
+            of names.
+        ValueError: There is no group.
     """
 
     groups: tuple[BlockGroup, ...]

@@ -59,7 +59,8 @@ class HostGroups:
 
     A caller that often exchanges bytes passes this object in place of the mesh to the functions of this
     file, which look up the groups in the first exchange: ``by_dim`` is empty until then, and
-    :func:`all_gather_bytes` fills it, by names of mesh dims.
+    :func:`all_gather_bytes` fills it, by names of mesh dims, which differ within a mesh. It is of no use after
+    ``destroy_process_group()``, like its mesh: whoever makes the mesh again also makes this object again.
     """
 
     def __init__(self, mesh: AnyMesh) -> None:
@@ -103,23 +104,26 @@ def agree(
         ValueError: The records of two ranks differ.
         TypeError, ValueError, ImportError, RuntimeError: The exception of the first rank that passed one,
             with the index of that rank in the mesh in its message. Other types become a ValueError, as do
-            numbers that do not fit into a header.
+            numbers that do not fit into a header; a record that is no JSON becomes a TypeError or ValueError.
         Unanswered: A rank did not make the call within the timeout, or has ended.
     """
+    # An error of this rank that is raised before the exchange would leave the other ranks waiting.
     packed_numbers = bytes(_NUMBERS.size)
     try:
         packed_numbers = _NUMBERS.pack(*numbers, *[0] * (MOST_NUMBERS - len(numbers)))
     except struct.error as error:
-        # Raised here, it would leave the other ranks waiting.
         if not isinstance(record, Exception):
             record = ValueError(
                 f"the numbers of this rank are {list(numbers)}; expected at most {MOST_NUMBERS} of 64 bits: {error}."
             )
+    if not isinstance(record, (Signature, Exception)):
+        try:
+            record = Signature.of(record)
+        except (TypeError, ValueError) as error:
+            record = error
     failed = isinstance(record, Exception)
     if isinstance(record, Exception):
-        record = _record_of_error(record)
-    if not isinstance(record, Signature):
-        record = Signature.of(record)
+        record = Signature.of(_record_of_error(record))
     length = len(record.encoded)
     if failed:
         length = -length
@@ -133,7 +137,7 @@ def agree(
         numbers_of_ranks.append(tuple(numbers_of_rank[: len(numbers)]))
     if min(lengths) >= 0 and len(digests) == 1:
         return numbers_of_ranks
-    encoded = _all_gather_data(record.encoded, lengths, ranks)
+    encoded = _all_gather_data(record.encoded, lengths, ranks, call)
     try:
         _raise_first_error(encoded, lengths)
         records = [json.loads(data) for data in encoded]
@@ -166,7 +170,7 @@ def together(ranks: AnyMesh, what: str, *, call: str = "this call") -> Iterator[
 
     Raises:
         TypeError, ValueError, ImportError, RuntimeError: That of the rank that failed. Other types become a
-            RuntimeError.
+            RuntimeError. If ``ranks`` is one rank, its exception of any type is raised as it is.
         Unanswered: A rank did not take part within the timeout, or has ended.
     """
     try:
@@ -180,10 +184,11 @@ def raise_on_all_ranks(error: Exception, ranks: AnyMesh, what: str, *, call: str
     """Raise ``error``, an exception of this rank, on all ``ranks``, with ``what`` as prefix. Collective.
 
     The other ranks take part by their next :func:`agree` or :func:`together`, which then raises. If they all
-    have raised this error already, it is raised again without an exchange.
+    have raised this error already, or there are none, it is raised again as it is, without an exchange.
 
     Raises:
-        TypeError, ValueError, ImportError, RuntimeError: The error. Other types become a RuntimeError.
+        TypeError, ValueError, ImportError, RuntimeError: The error. Other types become a RuntimeError, except
+            on one rank.
         Unanswered: The other ranks did not take part, or ``error`` itself, if it is one and they do not either.
     """
     if _groups_of(ranks) in ((), getattr(error, _RAISED_ON, None)):
@@ -194,6 +199,7 @@ def raise_on_all_ranks(error: Exception, ranks: AnyMesh, what: str, *, call: str
         kind = RuntimeError
         reason = f"{type(error).__name__}: {error}"
     try:
+        # This always raises, because it is given an exception.
         agree(kind(f"{what}: {reason}"), ranks, call=call)
     except Unanswered:
         # The first exchange without an answer has named the late ranks. One after it only finds its
@@ -208,18 +214,24 @@ def exchange(value: Any, ranks: AnyMesh) -> list[Any]:
 
     It is no agreement: the values differ by right, such as the shapes of each rank's tiles or its host. They
     are pickled and of any length, so they do not fit into the numbers of :func:`agree`, and cost two
-    all-gathers per mesh dim. An exception in place of a value raises on all ranks, as in :func:`agree`.
+    all-gathers per mesh dim. An exception in place of a value raises on all ranks, as in :func:`agree`; so
+    does a value that cannot be pickled, as a TypeError.
 
     Raises:
         TypeError, ValueError, ImportError, RuntimeError: The exception of the first rank that passed one.
+            Other types become a ValueError.
         Unanswered: A rank did not take part within the timeout, or has ended.
     """
+    data = b""
+    if not isinstance(value, Exception):
+        try:
+            data = pickle.dumps(value)
+        except Exception as error:
+            value = TypeError(f"a {type(value).__name__} of this rank cannot be pickled: {error}")
+    length = len(data)
     if isinstance(value, Exception):
         data = json.dumps(_record_of_error(value)).encode()
         length = -len(data)
-    else:
-        data = pickle.dumps(value)
-        length = len(data)
     lengths = [number for (number,) in _LENGTH.iter_unpack(_all_gather_rows(_LENGTH.pack(length), ranks))]
     gathered = _all_gather_data(data, lengths, ranks)
     if min(lengths) < 0:
@@ -230,7 +242,8 @@ def exchange(value: Any, ranks: AnyMesh) -> list[Any]:
 def broadcast_bytes(x: Tensor, mesh: AnyMesh) -> Tensor:
     """Return the ``x`` of the first rank of ``mesh``. For eager code only. Collective.
 
-    ``x`` is a uint8 CPU tensor of the same length on all ranks.
+    ``x`` is a uint8 CPU tensor of the same length on all ranks. It is meant for few bytes: it is gathered from
+    all ranks of each mesh dim, and all but the first are dropped.
     """
     for dim in mesh.dims:
         x = all_gather_bytes(x, dim)[: x.numel()]
@@ -260,10 +273,12 @@ def _groups_of(ranks: AgreeingRanks) -> tuple[str, ...]:
     return tuple([dim.group_name for dim in ranks.dims if dim.size > 1])
 
 
-def _all_gather_data(data: bytes, lengths: list[int], ranks: AgreeingRanks) -> list[bytes]:
+def _all_gather_data(
+    data: bytes, lengths: list[int], ranks: AgreeingRanks, call: str = "this call"
+) -> list[bytes]:
     """Return the ``data`` of all ranks, whose sizes are the magnitudes of ``lengths``. Collective."""
     size = max(map(abs, lengths))
-    gathered = _all_gather_rows(data.ljust(size), ranks)
+    gathered = _all_gather_rows(data.ljust(size), ranks, call)
     return [gathered[rank * size :][: abs(length)] for rank, length in enumerate(lengths)]
 
 
@@ -303,7 +318,7 @@ def all_gather_bytes(
     between CPUs. The groups in ``by_dim`` (of :class:`HostGroups`) are used; a missing group is looked up and
     added. ``call`` names the user's call for the log if ranks are late.
     """
-    if dim.group is None:
+    if dim.size == 1:
         return x
     group = None if by_dim is None else by_dim.get(dim.name)
     if group is None:

@@ -44,11 +44,11 @@ def host_group(dim: MeshDim) -> ProcessGroup:
     ``destroy_process_group()`` destroys it.
 
     Raises:
-        ValueError: ``dim`` has one rank.
+        ValueError: ``dim`` has no group: it has one rank, or this rank is not one of its ranks.
     """
     group = dim.group
     if group is None:
-        raise ValueError(f"mesh dim {dim.name!r} has one rank, and so no group.")
+        raise ValueError(f"mesh dim {dim.name!r} of size {dim.size} has no process group on this rank.")
     devices = group_devices(group)
     if any(device.type == "cpu" for device in devices):
         return group

@@ -18,6 +18,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+# The backends of the default group on a host with GPUs. torch's own choice there is "cuda:nccl" alone, and a
+# ``load`` may also ask for collectives of CPU tensors.
+_BACKENDS_WITH_GPU = "cpu:gloo,cuda:nccl"
+
 
 def join_process_group(
     rank: int, ranks: int, host: str, exchange_port: Callable[[int | None], int], timeout: timedelta
@@ -37,6 +41,7 @@ def join_process_group(
             ranks, by the others with None. Blocks until the port is known, and returns it.
         timeout: The timeout of the store and of both groups.
     """
+    backend = None
     if torch.cuda.is_available():
         local_rank, gpus = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
         if int(os.environ["LOCAL_WORLD_SIZE"]) > gpus:
@@ -45,12 +50,13 @@ def join_process_group(
             )
         # Select it before anything initializes CUDA, so that ``.to("cuda")`` means this rank's GPU.
         torch.cuda.set_device(local_rank)
+        backend = _BACKENDS_WITH_GPU
     if rank == 0:
         store = TCPStore(host, 0, ranks, is_master=True, timeout=timeout, wait_for_workers=False)
         exchange_port(store.port)
     else:
         store = TCPStore(host, exchange_port(None), ranks, is_master=False, timeout=timeout)
-    dist.init_process_group(store=store, rank=rank, world_size=ranks, timeout=timeout)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=timeout)
     if ranks == 1:
         return None
     # A group of its own, so that the launcher's exchanges do not mix with collectives of the pipeline.
@@ -93,7 +99,9 @@ def accept_repeated_init(timeout: timedelta) -> Iterator[None]:
 
 def _check_same(arguments: dict[str, Any], timeout: timedelta) -> None:
     """Raise ValueError if arguments of ``init_process_group`` ask for another group than the default one,
-    whose timeout is ``timeout``, or for another GPU than :func:`join_process_group` has selected.
+    whose timeout is ``timeout``, or for another device than this rank's current one.
+
+    An argument that is not compared here, such as one of a newer torch, also raises if it is passed.
     """
     gpu = None
     if torch.cuda.is_available():
@@ -107,9 +115,9 @@ def _check_same(arguments: dict[str, Any], timeout: timedelta) -> None:
         "store": arguments.get("store") is None,
         "group_name": not arguments.get("group_name"),
         "pg_options": arguments.get("pg_options") is None,
-        "device_id": _is_selected(arguments.get("device_id"), gpu),
+        "device_id": _is_current(arguments.get("device_id"), gpu),
     }
-    different = [f"{name}={arguments[name]!r}" for name, equal in same.items() if not equal]
+    different = [f"{name}={value!r}" for name, value in arguments.items() if not same.get(name, False)]
     if different:
         raise ValueError(
             f"init_process_group({', '.join(different)}) inside load: launch has made the process group, with backend "
@@ -123,7 +131,7 @@ def _has_backends(config: str, backend: str | None, gpu: int | None) -> bool:
 
     A name without a device means the backend of the GPU, unless ``gpu``, the index of this rank's, is None.
 
-    >>> [_has_backends("cpu:gloo,cuda:nccl", name, 0) for name in ("nccl", "cuda:nccl,cpu:gloo", "gloo")]
+    >>> [_has_backends(_BACKENDS_WITH_GPU, name, 0) for name in ("nccl", "cuda:nccl,cpu:gloo", "gloo")]
     [True, True, False]
     >>> [_has_backends("cpu:gloo", name, None) for name in ("gloo", "nccl")]
     [True, False]
@@ -137,14 +145,19 @@ def _has_backends(config: str, backend: str | None, gpu: int | None) -> bool:
     return set(config.split(",")).issuperset(parts)
 
 
-def _is_selected(device: torch.device | int | None, gpu: int | None) -> bool:
-    """Whether ``device``, the argument ``device_id``, is None or the GPU with the index ``gpu``.
+def _is_current(device: torch.device | int | None, gpu: int | None) -> bool:
+    """Whether ``device``, the argument ``device_id``, is None or the GPU with the index ``gpu``; the CPU if
+    ``gpu`` is None.
 
-    >>> [_is_selected(device, 1) for device in (None, 1, torch.device("cuda:1"), 0, torch.device("cpu"))]
+    >>> [_is_current(device, 1) for device in (None, 1, torch.device("cuda:1"), 0, torch.device("cpu"))]
     [True, True, True, False, False]
-    >>> [_is_selected(device, None) for device in (None, 0, torch.device("cuda"))]
-    [True, False, False]
+    >>> [_is_current(device, None) for device in (None, torch.device("cpu"), 0, torch.device("cuda"))]
+    [True, True, False, False]
     """
+    if device is None:
+        return True
     if isinstance(device, int):
         device = torch.device("cuda", device)
-    return device is None or (gpu is not None and device == torch.device("cuda", gpu))
+    if gpu is None:
+        return device.type == "cpu"
+    return device == torch.device("cuda", gpu)

@@ -82,9 +82,6 @@ def test_ranks_that_share_a_gpu_are_named():
         check_no_shared_gpu({0: ("a", "0"), 1: ("a", "1"), 2: ("a", "1")})
 
 
-# -- On ranks.
-
-
 def say_which_share(gpus, backend="nccl", device_type="cuda"):
     """Return the error and the number of exchanges of all that accepts a user's mesh, while torch reports that each
     rank is on its entry of ``gpus``, and that ``backend`` serves the GPUs of every group.
@@ -247,15 +244,16 @@ def test_meshes_that_do_not_fit_are_errors(rank_pool):
 
 def ranks_of_unsorted_group():
     group = dist.new_group([1, 0], backend="cuda:gloo", sort_ranks=False)
-    ranks = sequence_ranks(sequence_mesh(group, group_dim="ring"))
+    mesh = sequence_mesh(group, group_dim="ring")
+    ranks = sequence_ranks(mesh)
     find_or_make_group("of one rank", [dist.get_rank()])
     with pytest.raises(ValueError, match=rf"'of one rank'.* \[{dist.get_rank()}\].* \[0, 1\]"):
         find_or_make_group("of one rank", [1, 0])
-    return ranks, weights_mesh(ranks, "cpu").get_local_rank()
+    return ranks, exchange(dist.get_rank(), mesh), weights_mesh(ranks, "cpu").get_local_rank()
 
 
 def test_sequence_ranks_have_the_order_of_the_group_and_shards_that_of_ranks(rank_pool):
-    assert rank_pool.run(ranks_of_unsorted_group, 2) == [([1, 0], 0), ([1, 0], 1)]
+    assert rank_pool.run(ranks_of_unsorted_group, 2) == [([1, 0], [1, 0], 0), ([1, 0], [1, 0], 1)]
 
 
 @pytest.mark.parametrize(

@@ -142,9 +142,6 @@ def test_continuing_starts_empty_rows_and_keeps_others():
     torch.testing.assert_close(same, later, rtol=1e-6, atol=1e-6)
 
 
-# -- Strides and bits.
-
-
 @settings(max_examples=8)
 @given(data=st.data())
 def test_any_strides_are_read(data):
@@ -178,9 +175,6 @@ def test_mask_of_bits_is_that_of_bytes(rows, more):
     check(attention(*tensors, mask=longer[:, :, 1:, ::3], **more), tensors, mask=mask, **more)
 
 
-# -- As an operator.
-
-
 @pytest.mark.parametrize("name", ["triton_attention", "triton_attention_int8"])
 def test_it_is_one_operator_of_a_whole_graph(name):
     operator = getattr(torch.ops.para_core, name).default
@@ -195,6 +189,7 @@ FIVE = make(5, 5)
 REFUSED = {
     "head dim": (ValueError, r"head dims .*264 .*264; .*256", make(5, 6, 264), None),
     "heads": (ValueError, r"\[2, 2, 5, 16\], \[2, 3, 6, 16\]", make(5, 6, key_heads=3), None),
+    "no batch": (ValueError, r"are \[2, 5, 16\], ", [x[0] for x in FIVE], None),
     "batch": (ValueError, r"\[2, 2, 5, 16\], \[1, 2, 6, 16\]", [FIVE[0], *make(5, 6, batch=1)[1:]], None),
     "no key heads": (ValueError, r"\[2, 0, 6, 16\]", [FIVE[0], *make(5, 6, heads=0, key_heads=0)[1:]], None),
     "number of values": (ValueError, r"\[2, 2, 5, 16\] and \[2, 2, 6, 16\]", [*FIVE[:2], make(5, 6)[2]], None),
@@ -220,8 +215,6 @@ def test_lengths_of_another_number_of_segments_are_an_error():
     with pytest.raises(ValueError, match=r"lengths .*\[2, 2\] .*3 segments"):
         ranges_of_lengths(torch.tensor([[1, 2], [3, 4]]), [5, 5, 5])
 
-
-# -- In 8 bits.
 
 # The kernel and its reference round queries and keys equally. The kernel then rounds weights and the result to float16.
 OF_FLOAT16 = 1e-3

@@ -8,6 +8,7 @@ import os
 import re
 import sys
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ import torch
 from torch.distributed import init_process_group
 
 from para_core import launch
+from para_core.launcher.process_group import join_process_group
 from para_core.launcher.processes import start_local_ranks
 from tests.launcher.loads import images, load_steps, pids
 
@@ -76,7 +78,6 @@ def test_calls_have_the_callers_autocast_and_gradients(steps):
 # What is done with a handle, the error, and its words. All leave the ranks.
 ATTRIBUTE = (AttributeError, r"run\(lambda pipe")
 REFUSED = {
-    "a value": (lambda pipe: pipe.notes, *ATTRIBUTE),
     "a property": (lambda pipe: pipe.guidance_scale, *ATTRIBUTE),
     "a new value": (lambda pipe: setattr(pipe, "scheduler", 1), *ATTRIBUTE),
     "a value deleted": (lambda pipe: delattr(pipe, "notes"), *ATTRIBUTE),
@@ -121,11 +122,15 @@ def test_invalid_arguments_are_named(arguments, error, message):
         launch(**{"load": load_steps, **arguments})
 
 
-def test_devices_that_are_hidden_are_refused(monkeypatch):
+def test_devices_that_are_hidden_or_too_few_are_refused(monkeypatch):
     for visible, gpus in (("", 0), ("-1", 0), ("7,-1,8", 1), ("7", 1)):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
         with pytest.raises(ValueError, match=rf"CUDA_VISIBLE_DEVICES={visible!r} has {gpus} of them"):
             start_local_ranks(2, [0, 1], {})
+    monkeypatch.setattr(os, "environ", {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"})
+    gpus = mock.patch.multiple(torch.cuda, is_available=lambda: True, device_count=lambda: 1)
+    with gpus, pytest.raises(ValueError, match="2 ranks on a host with 1 GPUs"):
+        join_process_group(0, 2, "localhost", int, None)
 
 
 def test_launch_under_torchrun_raises(monkeypatch):
@@ -146,9 +151,9 @@ def test_options_reach_the_ranks_until_they_are_closed_and_again(tmp_path, monke
         pipe = load_steps()
         pipe.note(Path("file").read_text())
         # A process group is made already. To make it again does nothing, and to make another is refused.
-        torch.distributed.init_process_group("gloo")
+        torch.distributed.init_process_group("gloo", device_id=torch.device("cpu"))
         try:
-            init_process_group("gloo", world_size=3, rank=0)
+            init_process_group("gloo", world_size=3, rank=0, _ranks=[0])
         except ValueError as error:
             pipe.note(str(error))
         return pipe
@@ -162,7 +167,7 @@ def test_options_reach_the_ranks_until_they_are_closed_and_again(tmp_path, monke
         assert seen == [(1, 3), (2, 3), (3, 3)]
         text, error = pipe.run(lambda pipe: pipe.notes)
         assert text == "here"
-        assert "world_size=3" in error and "inside load: launch has made the process group" in error
+        assert "(world_size=3, _ranks=[0]) inside load: launch has made the process group" in error
     monkeypatch.chdir("/")
     for use in (pipe, lambda: pipe.run(lambda pipe: None)):
         with pytest.raises(RuntimeError, match="closed"):

@@ -20,6 +20,8 @@ from para_core.adapters import (
 )
 from para_core.adapters.models.flux import FLUX
 from para_core.adapters.models.shared.constructors import samples_in_dim_0
+from para_core.cache.attachment import host_of
+from para_core.cache.decision import DecisionOutcome, Verdict
 from para_core.instance.record import is_filled
 from para_core.instance.slots import Slot
 from para_core.verify import verification
@@ -130,6 +132,9 @@ def use_cache(pipe):
 
 def verified_pipeline():
     pipe = use_cache(parallelize_pipe(flux_pipe(shared_parts=False), mesh=cpu_mesh(1, 2), verify=True))
+    # Another pipeline with this transformer has a cache whose last call was a skip.
+    other = mock.Mock(outcome=DecisionOutcome(None, Verdict.HIT, 1, 1))
+    host_of(pipe.transformer).owners.add(other)
     with logged(verification.__name__, logging.INFO) as texts:
         return [pipe(**{**flux_call(), "num_inference_steps": 4}).images for _ in range(2)], texts
 

@@ -19,7 +19,7 @@ def call(name, ended):
     return ModuleCall(name, None, 0, ended, {}, None)
 
 
-def guess(*lengths, names=None, **choice):
+def guess(*lengths, names=None, ended=50, columns=None, **choice):
     """Return the guess for attention calls of these lengths in ``names`` and, if they differ, in larger ``names``."""
     small, large = names or [[f"blocks.{index}.attn" for index in range(len(lengths))]] * 2
     calls = [
@@ -27,7 +27,7 @@ def guess(*lengths, names=None, **choice):
             calls=[call("blocks.0", 99)],
             attention=[
                 # The mask has the keys as columns.
-                ObservedAttention(name, time, queries[which], keys[which], (1, 1, 1, keys[which]))
+                ObservedAttention(name, time, queries[which], keys[which], (1, 1, 1, columns or keys[which]))
                 for time, (name, (queries, keys)) in enumerate(zip(of_call, lengths, strict=True), start=1)
             ],
         )
@@ -35,18 +35,18 @@ def guess(*lengths, names=None, **choice):
     ]
     region = ObservedRegion(Start("blocks.0", (12, 20), ("x",), 1), *calls, "image")
     choice = Choice(**{"text_first": True, "split_masks": False, "mask": None, **choice})
-    return guess_attention(region, choice, Ending(call("head", 50), ()))
+    return guess_attention(region, choice, Ending(call("head", ended), ()))
 
 
 @pytest.mark.parametrize(
     ("lengths", "choice", "order", "rules"),
     [
-        ([IMAGE, IMAGE], {}, ("image",), {}),
-        ([JOINT, JOINT], {}, TEXT_FIRST, {}),
         ([JOINT], {"text_first": False}, ("image", "text"), {}),
         ([JOINT, IMAGE], {}, TEXT_FIRST, {"blocks.1.attn": (ALONE,)}),
         ([IMAGE, JOINT, JOINT], {}, TEXT_FIRST, {"blocks.0.attn": (ALONE,)}),
-        ([IMAGE], {"mask": "keys"}, ("image",), {"blocks.*.attn": (BY_KEYS,)}),
+        # A mask with one column for all keys, and a call after the tokens are gathered.
+        ([IMAGE], {"mask": "keys", "columns": 1}, ("image",), {}),
+        ([IMAGE, ((7, 9), (7, 9))], {"ended": 2}, ("image",), {}),
         ([IMAGE, TO_TEXT], {"mask": "keys"}, ("image",), {"blocks.0.attn": (BY_KEYS,), "blocks.1.attn": (BOTH,)}),
         ([FRAME, FRAME], {}, ("image",), {"blocks.*.attn": (BOTH,)}),
         # Calls of one module are one rule.
