@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import weakref
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Protocol
 
 import torch
@@ -81,7 +82,9 @@ class LiveTensors:
         self._readers.add(source)
 
     def run_readers(self) -> None:
-        """Compute what reads lazy tensors, before one of these changes in place. May wait."""
+        """Compute what reads lazy tensors, before one of these changes in place, or its memory is given to
+        code that may change it. May wait.
+        """
         readers = list(self._readers)
         self._readers.clear()
         for source in readers:
@@ -153,19 +156,19 @@ class LazyTensor(Tensor):
     # there.
 
     def data_ptr(self) -> int:
-        return self.source.value().data_ptr()
+        return _hand_out(self).data_ptr()
 
     def untyped_storage(self) -> torch.UntypedStorage:
-        return self.source.value().untyped_storage()
+        return _hand_out(self).untyped_storage()
 
     def __dlpack__(self, **options: Any) -> Any:
-        return self.source.value().__dlpack__(**options)
+        return _hand_out(self).__dlpack__(**options)
+
+    def numpy(self, *args: Any, **kwargs: Any) -> Any:
+        return _hand_out(self).numpy(*args, **kwargs)
 
     def __format__(self, format_spec: str) -> str:
         return format(self.source.value(), format_spec)
-
-    def numpy(self, *args: Any, **kwargs: Any) -> Any:
-        return self.source.value().numpy(*args, **kwargs)
 
     def tolist(self) -> Any:
         return self.source.value().tolist()
@@ -189,10 +192,7 @@ class LazyTensor(Tensor):
                 f"{func} changes the shape of a tensor in place, {list(args[0].shape)}, that is a result of a parallel "
                 "model call. Use the function without the underscore, which returns another tensor."
             )
-        if schema_of(func).is_mutable:
-            for x in pytree.tree_leaves((args, kwargs or {})):
-                if isinstance(x, LazyTensor):
-                    x.source.live.run_readers()
+        lazy = [x for x in pytree.tree_leaves((args, kwargs or {})) if isinstance(x, LazyTensor)]
         args, kwargs = pytree.tree_map_only(LazyTensor, _ready_value, (args, kwargs or {}))
         for x in pytree.tree_leaves((args, kwargs)):
             if isinstance(x, LazyTensor):
@@ -201,8 +201,25 @@ class LazyTensor(Tensor):
                     return results
                 break
         # The arguments of operators are nested in lists at most.
-        args, kwargs = pytree.tree_map_only(LazyTensor, _value_of, (args, kwargs))
+        args, kwargs = pytree.tree_map_only(LazyTensor, lambda x: x.source.value(), (args, kwargs))
+        if _shares_memory(func):
+            for x in lazy:
+                x.source.live.run_readers()
         return func(*args, **kwargs)
+
+
+@cache
+def _shares_memory(func: Any) -> bool:
+    """Whether the operator ``func`` changes an argument in place, or returns a view of one."""
+    return any(argument.alias_info is not None for argument in schema_of(func).arguments)
+
+
+def _hand_out(x: LazyTensor) -> Tensor:
+    """Return the data of ``x`` to code that may change it, which no operator on ``x`` shows. So what reads
+    ``x`` is computed first.
+    """
+    x.source.live.run_readers()
+    return x.source.value()
 
 
 def _ready_value(x: LazyTensor) -> Tensor:
@@ -223,7 +240,7 @@ def materialize(tree: Any) -> Any:
 
 def _value_of(x: Any) -> Any:
     if isinstance(x, LazyTensor):
-        return x.source.value()
+        return _hand_out(x)
     return x
 
 

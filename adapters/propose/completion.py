@@ -90,20 +90,28 @@ def _ask_about_samples(
 def _add_blocks(
     proposal: Proposal, check: PlanCheck, answer: CachedBlocks | None, region: ObservedRegion | None
 ) -> Proposal:
-    """Return ``proposal`` with the first block stack with which a call that skips blocks is exact, or a
-    question, with what is wrong with the answer or with the likeliest guess. Without an answer the stacks of
-    ``region`` are guessed.
+    """Return ``proposal`` with the block stack ``answer``; without an answer, with the first guess for
+    ``region`` that is exact. If none is, return it with a question.
     """
-    question = "CachedBlocks: which parameters of its blocks do they return updated, in which order?"
     inputs = check.examples[0]
-    guesses: Iterable[StackGuess] = ()
     if answer is not None:
-        question = "CachedBlocks: the answer is not exact, correct it."
         # A call with one of the uncached arguments skips no block, which would look like a wrong answer.
         cached = {name: value for name, value in inputs.items() if name not in answer.uncached}
-        guesses = [StackGuess(answer, cached)]
-    elif region is not None:
+        question = "CachedBlocks: the answer is not exact, correct it."
+        return _add_first_exact(proposal, check, [StackGuess(answer, cached)], question)
+    guesses: Iterable[StackGuess] = ()
+    if region is not None:
         guesses = guess_stacks(check.module, region, inputs, check.tolerance)
+    question = "CachedBlocks: which parameters of its blocks do they return updated, in which order?"
+    return _add_first_exact(proposal, check, guesses, question)
+
+
+def _add_first_exact(
+    proposal: Proposal, check: PlanCheck, guesses: Iterable[StackGuess], question: str
+) -> Proposal:
+    """Return ``proposal`` with the first block stack of ``guesses`` with which a call that skips blocks is
+    exact; or with ``question``, and with what is wrong with the first guess.
+    """
     problem = ""
     for guess in guesses:
         try:

@@ -1,7 +1,8 @@
 """Plans of LTX-Video and LTX-2. Compared with ComfyUI 0.33.0, ``comfy/ldm/lightricks``.
 
-``COMFYUI=path python -m benchmarks.comfyui.classes --only NAME`` compares them, and ``make test`` runs none
-of them; see `plans/__init__.py`, which finds them here.
+``COMFYUI=path python -m benchmarks.comfyui.classes --only NAME`` compares them. ``make test`` has no ComfyUI: it
+checks only that the names of blocks, streams and conditions agree in the plan and the block stack of LTX-Video
+(tests/comfyui/test_pack.py). `plans/__init__.py` finds the plans here.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from para_core.plans.plan import Attention, Entries, Gather, Plan, Split
 
 from .recorded import RecordedPlan
 
-# A table with an entry for each token, and whether the halves of a head are apart in it.
+# A table with an entry for each token, which is split, and whether the halves of a head are apart in it, which is
+# no tensor (None: no rule).
 POSITIONS = Entries((Split(dim=1, like="video"), None))
 
 LTX_VIDEO = RecordedPlan(
@@ -46,18 +48,27 @@ LTX_VIDEO = RecordedPlan(
 )
 
 
-def _name_times_of_frames(model: nn.Module, arguments: Mapping[str, Any]) -> str:
-    """Name timesteps of frames, which the blocks of LTX-2 get in an object that repeats them for all tokens
-    of a frame.
+def _name_several_times(model: nn.Module, arguments: Mapping[str, Any]) -> str:
+    """Name a timestep for each frame or token, which the blocks of LTX-2 get in an object that may repeat those of
+    frames for all tokens of a frame. Equal ones are named, too.
     """
     timestep = arguments["timestep"]
-    return "timesteps that differ between frames" if timestep.ndim > 1 and timestep.shape[1] > 1 else ""
+    if timestep.ndim > 1 and timestep.shape[1] > 1:
+        return "one timestep for each frame or token"
+    return ""
 
 
 LTX2 = RecordedPlan(
     cls="lightricks.av_model.LTXAVModel",
     models="LTX-2",
-    arguments=("x", "timestep", "a_timestep", "context", "attention_mask", "frame_rate", "denoise_mask"),
+    arguments=(
+        *("x", "timestep", "a_timestep", "context"),
+        "attention_mask",  # of the text, as in LTX-Video, with which it was compared
+        "frame_rate",  # read before the tokens are split, for the positions of all
+        # Read before the cut, for timesteps of tokens, which are refused below; and before the tokens are split. The
+        # keyframe_idxs of LTX-Video are missing: they come with a denoise_mask.
+        "denoise_mask",
+    ),
     adapter=Adapter(
         transformer="LTXAVModel",
         pipelines="LTX-2 in ComfyUI",
@@ -65,7 +76,7 @@ LTX2 = RecordedPlan(
             inputs={},
             inner={
                 # Blocks take video and audio as one pair, so the video is split before them. Audio is on
-                # every rank.
+                # every rank. The key 0 is the output of the layer.
                 "patchify_proj": {0: Split(dim=1, segment="video")},
                 "transformer_blocks.*": {"v_pe": POSITIONS, "v_cross_pe": POSITIONS},
             },
@@ -81,5 +92,5 @@ LTX2 = RecordedPlan(
         ),
         # A BlockGroup describes no stream that is a pair of tensors, so no block is skipped.
     ),
-    refusals=(_name_times_of_frames,),
+    refusals=(_name_several_times,),
 )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from contextlib import suppress
+from math import isfinite
 from pathlib import Path
 
 from para_core.fleet.recipe import read_lora
@@ -47,7 +48,9 @@ class LoraFolder:
         """
         name, scale = read_lora(text)
         for path in (self._folder / f"{name}.safetensors", self._folder / name):
-            if _is_name(name) and self._is_lora(path) and abs(scale) < float("inf"):
+            if _is_name(name) and self._is_lora(path):
+                if not isfinite(scale):
+                    raise ValueError(f"lora {text[:80]!r} has the scale {scale}; expected a finite number.")
                 return Lora(str(path.resolve()), scale, _version_of(path))
         raise ValueError(
             f"no lora {text[:80]!r} is served; expected one of {', '.join(self.names()) or 'none'}."

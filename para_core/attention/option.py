@@ -60,6 +60,13 @@ class AttentionOption:
     mask: PositionalMask | None = None
     attend: Callable[..., tuple[Tensor, Tensor]] | None = None
 
+    def __init_subclass__(cls) -> None:
+        if cls.attend is not AttentionOption.attend and not cls.by_position:
+            raise TypeError(
+                f"{cls.__name__} has attend and is not by_position; expected both, because plain SDPA would leave "
+                "attend out, and another option could replace it."
+            )
+
     @classmethod
     def read(cls, value: Any) -> Self:
         """Return the option for the ``value`` that a user passes, by default an instance of the class.

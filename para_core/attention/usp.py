@@ -121,11 +121,12 @@ def attend_block(
     Returns:
         out, ``[B, H_local, S_block, D_v]``; and lse, ``[B, H_local, S_block]``, or None without ``save``.
     """
+    # None also if whole groups of query heads have a key head each: backends pair these heads themselves.
     key_heads = None
     if plan.spec.num_kv_heads != plan.spec.num_heads:
         key_heads = plan.heads.key_of_each_query(plan.spec.mesh.ulysses.index, query.device)
     if attn_func is not None and key.shape[1] != query.shape[1] and key_heads is None:
-        # Expand the key heads, because a user's attn_func needs as many key heads as query heads.
+        # A user's attn_func pairs no heads: it gets as many key heads as query heads.
         key_heads = torch.arange(query.shape[1], device=query.device) // (
             query.shape[1] // max(1, key.shape[1])
         )
@@ -145,7 +146,8 @@ def attend_block(
         if plan.style.has_all_keys:
             out = plan.style.select_queries(out)
         return out, None
-    # One option at most has it, and is by position: SDPA above would leave it out.
+    # One option at most has it, because it must be by position, of which AttnOptions takes one. That is also why
+    # SDPA above, which would leave it out, does not compute this call.
     attend: Callable[..., tuple[Tensor, Tensor]] = attend_all
     for option in plan.spec.options.others:
         if option.attend is not None:
@@ -216,5 +218,6 @@ def compose(plan: AttentionPlan, masked: bool, attn_func: LocalAttention | None 
 
 
 # The composition of a plan is made once. A plan is compared by identity. What an attn_func composes is not kept: the
-# function may be another object in each call.
+# function may be another object in each call. The last 1024 plans stay alive, with the process groups of their
+# meshes. That is intended: a process makes few meshes, and keeps them.
 compose_once = lru_cache(maxsize=1024)(compose)

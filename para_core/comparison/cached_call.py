@@ -43,11 +43,12 @@ def error_of_cached_call(
     """
     copied = with_same_weights(module)
     with torch.no_grad():
-        expected = module(**copy_containers(inputs))
         try:
+            expected = module(**copy_containers(inputs))
             output, skipped = _call_twice(copied, blocks, inputs)
             error = largest_error(output, expected)
-        # With a wrong block stack the cached model may raise anything, which means that the guess is wrong.
+        # With a wrong block stack the cached model may raise anything; and the model itself, if an argument that
+        # it needs is missing because the stack calls it uncached. Both mean that the stack is wrong.
         except Exception as failure:
             raise CachedCallError(
                 f"a call that skips blocks fails ({type(failure).__name__}: {failure})"

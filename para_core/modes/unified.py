@@ -1,8 +1,14 @@
 """Torch function modes that run attention over a mesh, exactly: over a ring, with Ulysses, or both.
 
 Users enter them around their own models; a model with a plan has :mod:`para_core.plans.interception` instead.
-Attention itself is computed by :mod:`para_core.attention.mesh_attention`. Tests: tests/modes/test_unified.py,
-tests/attention/test_exactness.py.
+Attention itself is computed by :mod:`para_core.attention.mesh_attention`.
+
+Where the state of a mode is written: ``_is_sdpa`` in ``__init__`` alone; ``_depth`` in :mod:`.sharding_mode`, on
+entering and leaving; ``_follows_masks`` in ``_note_sharded``, which never clears it; ``_is_resumed`` in ``bound``;
+``intercepted`` in ``_begin``, in ``bound``, at each attention call, and from outside.
+
+Tests: tests/modes/test_unified.py, tests/attention/test_exactness.py; of ``bound`` and its branches also
+tests/modes/test_recomputation.py and tests/test_compile.py.
 """
 
 from __future__ import annotations
@@ -38,7 +44,7 @@ from para_core.modes.interceptor import (
     intercept,
     without_interception,
 )
-from para_core.modes.layout_mode import LayoutMode
+from para_core.modes.layout_mode import ExplicitLayouts, LayoutMode
 from para_core.modes.registry import RECOMPUTATION, MeshAccess, explain
 from para_core.modes.sharding_mode import TraceSafeLayout, segments_of
 from para_core.torch_internals import (
@@ -49,6 +55,9 @@ from para_core.torch_internals import (
     top_saved_tensors_hooks,
 )
 from para_core.user_warnings import ParallelWarning, warn_user
+
+# A mode has no call of a model that checkpoints could be outside of: all that run inside it are bound.
+_NO_HOOKS_OUTSIDE = 0
 
 
 class UnifiedAttnMode(LayoutMode):
@@ -271,8 +280,7 @@ class UnifiedAttnMode(LayoutMode):
                 # What the function computes by hand was noted when it ran inside the mode.
                 with self._by_hand.pause(), self:
                     self._is_resumed = True
-                    sequences, self._explicit = state
-                    self._set_known(sequences)
+                    self._restore(*state)
                     output = function(*args, **kwargs)
                     if is_left:
                         # Keep _check_use from warning when this internal use of the mode ends. Inside the
@@ -280,11 +288,16 @@ class UnifiedAttnMode(LayoutMode):
                         self.intercepted = True
                     return output
             finally:
-                sequences, self._explicit, self._is_resumed, intercepted = before
+                sequences, explicit, self._is_resumed, intercepted = before
                 self.intercepted = self.intercepted or intercepted
-                self._set_known(sequences)
+                self._restore(sequences, explicit)
 
         return run
+
+    def _restore(self, sequences: TraceSafeLayout, explicit: ExplicitLayouts | None) -> None:
+        """Set the known sequences and the explicit layouts, and note the state once, with both of them."""
+        self._explicit = explicit
+        self._set_known(sequences)
 
     @no_frame_of_its_own
     def __torch_function__(
@@ -305,7 +318,7 @@ class UnifiedAttnMode(LayoutMode):
             # A compiled graph is running. It contains an operator of this package in place of the SDPA call,
             # so only here can the mode notice attention inside a checkpoint.
             for recomputation in RECOMPUTATION:
-                recomputation.attention_called(self, self.bound, 0)
+                recomputation.attention_called(self, self.bound, _NO_HOOKS_OUTSIDE)
         output = intercept(self, self, func, args, kwargs or {})
         # Test this first: every attribute that is read while tracing becomes a guard of the graph.
         if is_traced:
@@ -352,7 +365,7 @@ class UnifiedAttnMode(LayoutMode):
         # Most calls are not inside a checkpoint. Test it here to save the time of a function call.
         if not is_traced and top_saved_tensors_hooks(True) is not None:
             for recomputation in RECOMPUTATION:
-                recomputation.attention_called(self, self.bound, 0)
+                recomputation.attention_called(self, self.bound, _NO_HOOKS_OUTSIDE)
         return self._attention(call)
 
     def split_branches(self, x: Tensor, dim: int = 0) -> Tensor:

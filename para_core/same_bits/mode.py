@@ -20,12 +20,13 @@ from para_core.same_bits.one_process import OneProcess, Tokens, one_process_of
 from para_core.same_bits.row_check import CHECKED, RowCheck
 from para_core.same_bits.rows import CONVOLUTIONS, convolution, enough_rows, linear
 
-# The second and last argument of these functions is ``inplace``.
-_HAVE_INPLACE = (F.silu, F.relu)
-
 
 class SameBits(TorchFunctionMode):
-    """Inside this context, products of the current call of ``module`` have the bits of one process.
+    """Inside this context, functions of the current call of ``module`` have the bits of one process.
+
+    With ``check``, each function of :data:`~.row_check.CHECKED` is compared. Without it, those that ``found``
+    names are computed at their place in one process. In both cases, and if ``found`` names none, linear products
+    of few rows are padded, and convolutions get the samples of one process.
 
     Args:
         module: The model, which has a plan.
@@ -47,16 +48,14 @@ class SameBits(TorchFunctionMode):
         if func is F.linear or func in CONVOLUTIONS or (self._sees_all and func in CHECKED):
             x = args[0] if args else kwargs.get("input")
             if isinstance(x, Tensor) and x.is_floating_point():
-                positional = args[1:]
+                # Here inplace and out have names: torch's functions in Python pass them on by name, and those in C
+                # take them by name only.
                 others = {name: value for name, value in kwargs.items() if name != "input"}
-                if func in _HAVE_INPLACE and positional:
-                    others = {"inplace": positional[0]}
-                    positional = ()
                 is_in_place = others.pop("inplace", False)
                 out = others.pop("out", None)
                 # Neither a check, which computes the same again, nor a function at its place may write to x
                 # or out.
-                output = self._run(TorchCall(func, x, positional, others))
+                output = self._run(TorchCall(func, x, args[1:], others))
                 if is_in_place:
                     return x.copy_(output)
                 if out is not None:

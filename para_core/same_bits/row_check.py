@@ -39,6 +39,9 @@ from para_core.same_bits.products import (
 from para_core.same_bits.rows import CONVOLUTIONS, enough_rows
 from para_core.same_bits.token_tags import TokenTags
 
+# Those of CHECKED that are methods of a tensor, too.
+_ALSO_METHODS = ("sigmoid", "tanh", "rsqrt", "exp", "sin", "cos", "mean", "sum", "softmax")
+
 # Functions whose first argument is a tensor with tokens, whose rows do not depend on each other, without
 # randomness. Those that reduce a dim do so for a norm that is composed of them; a reduction over tokens is
 # left out by compare().
@@ -51,24 +54,9 @@ CHECKED: frozenset[Callable[..., Any]] = frozenset(
         F.silu,
         F.gelu,
         F.relu,
-        torch.sigmoid,
-        torch.tanh,
-        torch.rsqrt,
-        torch.exp,
-        torch.sin,
-        torch.cos,
-        Tensor.sigmoid,
-        Tensor.tanh,
-        Tensor.rsqrt,
-        Tensor.exp,
-        torch.mean,
-        torch.sum,
-        torch.softmax,
         F.softmax,
         F.normalize,
-        Tensor.mean,
-        Tensor.sum,
-        Tensor.softmax,
+        *[getattr(owner, name) for owner in (torch, Tensor) for name in _ALSO_METHODS],
     }
 )
 

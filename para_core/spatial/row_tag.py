@@ -167,7 +167,8 @@ def sharded_dim(shape: Sequence[Any]) -> RowTag | None:
 def first_sharded(values: Iterable[Any]) -> RowTag | ShardedSize | None:
     """Return the tag of the first sharded tensor in ``values`` and in lists and tuples among them.
 
-    Without a sharded tensor, return the first :class:`ShardedSize`, or None.
+    Without a sharded tensor, return the first :class:`ShardedSize`, or None. Dicts are not looked into: no function
+    of torch that a mode sees takes tensors in one.
     """
     size: RowTag | ShardedSize | None = None
     for value in values:
@@ -196,6 +197,8 @@ def mixing_error(func: Function, rows: RowTag | ShardedSize | None, reason: str)
         sharding = (
             f" on a tensor whose dim {rows.dim} is sharded over {len(rows.sizes)} ranks as {list(rows.sizes)}"
         )
+        if rows.outer > 1:
+            sharding += f" in each of {rows.outer} runs"
     return MixesRows(
         f"{name_of(func)}{sharding}: {reason}. Leave out what calls it, or run this model on one rank: "
         "unparallelize_vae(vae), or unparallelize_pipe(pipe) for a UNet. A VAE may run in distributed tiles instead "

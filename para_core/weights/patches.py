@@ -20,10 +20,7 @@ from para_core.torch_internals import pytree, schema_of, to_copy
 
 _aten = torch.ops.aten
 # Operators that can run patch by patch although they do not have the pointwise tag.
-_COPIES = (to_copy, _aten.clone.default, _aten.detach.default, _aten.alias.default)
-# Operators with the pointwise tag that return one bool for the whole tensor, so they cannot run patch by
-# patch.
-_RETURNS_ONE_BOOL = (_aten.equal.default,)
+_COPIES = (to_copy, _aten.detach.default, _aten.alias.default)
 
 
 class PatchSource(ABC):
@@ -63,11 +60,7 @@ class PatchSource(ABC):
         Other tensor arguments of a recorded function, such as latents, are copied: pipelines may change them
         in place.
         """
-        if (
-            func in _RETURNS_ONE_BOOL
-            or schema_of(func).is_mutable
-            or not (func in _COPIES or torch.Tag.pointwise in func.tags)
-        ):
+        if schema_of(func).is_mutable or not (func in _COPIES or torch.Tag.pointwise in func.tags):
             return None
         # Do not record random functions: they would run once per patch, and draw new numbers each time.
         if torch.Tag.nondeterministic_seeded in func.tags:
@@ -77,6 +70,7 @@ class PatchSource(ABC):
         if kwargs.get("device") not in (None, first.device) or not all(self._fits(x, first) for x in tensors):
             return None
         output = run_without_data(func, args, kwargs)
+        # Pointwise operators with another result, such as one bool (equal) or two tensors, are not recorded.
         if not isinstance(output, Tensor) or output.shape != first.shape:
             return None
         args, kwargs = copy_ordinary_tensors((args, kwargs))
@@ -86,7 +80,8 @@ class PatchSource(ABC):
     def _fits(self, x: Tensor, first: LazyTensor) -> bool:
         """Whether an argument ``x`` of an elementwise function is an ordinary tensor, or arrives in equal patches."""
         if isinstance(x, LazyTensor):
-            # One Fusion has one LiveTensors and cuts tensors of one shape into the same patches.
+            # Nothing compares the patches. Only a Fusion makes arrivals: each has a LiveTensors of its own, one
+            # number of patches, and cuts tensors of one shape alike.
             return x.source.live is self.live and x.shape == first.shape
         return type(x) in (Tensor, nn.Parameter) and (x.device == first.device or x.ndim == 0)
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 from typing import Any, NoReturn
 
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from para_core.instance.private_class import unwrapped_class
 from para_core.weights.parameters import is_float8
@@ -91,7 +90,11 @@ def _raise_undivided_heads(number: int, cls: str, ranks: int) -> NoReturn:
 
 
 def _check_norms(module: nn.Module, plan: TensorPlan, cls: str, ranks: int) -> None:
-    """Raise ``ValueError`` unless each norm over all heads is an RMS norm, and the ranks divide its channels."""
+    """Raise ``ValueError`` if a norm over all heads is no RMS norm, or the ranks do not divide its channels.
+
+    A norm is taken for an RMS norm if it is no ``nn.LayerNorm`` and has no bias, because libraries have RMS norms of
+    their own.
+    """
     for name, norm in planned_norms(module, plan).items():
         _check_forward(name, norm, cls)
         if isinstance(norm, nn.LayerNorm) or getattr(norm, "bias", None) is not None:
@@ -127,11 +130,11 @@ def _check_linear(name: str, linear: Any, cls: str) -> None:
             f"{name} of this {cls} is a {type(linear).__name__}, and tensor parallelism shards nn.Linear. "
             "weights='fsdp' takes any layer."
         )
-    if type(linear.weight) is not nn.Parameter and not isinstance(linear.weight, DTensor):
+    if type(linear.weight) is not nn.Parameter:
         raise ValueError(
             f"{name} of this {cls} has a {type(linear.weight).__name__} as its weight, which PyTorch cannot "
-            "shard; expected a plain nn.Parameter. Shard the weights unquantized, then quantize each rank's "
-            "part; or leave this component replicated."
+            "shard; expected a plain nn.Parameter. Shard the weights unquantized and once, then quantize each "
+            "rank's part; or leave this component replicated."
         )
     if is_float8(linear.weight):
         raise ValueError(
@@ -157,12 +160,13 @@ def _check_linear(name: str, linear: Any, cls: str) -> None:
 def _check_all_planned(module: nn.Module, linears: dict[str, tuple[nn.Module, Linear]]) -> None:
     """Raise ``ValueError`` if an attention module has linear layers that the plan does not name.
 
-    Such a layer would compute all heads, while the other layers compute only this rank's heads.
+    Such a layer would compute all heads, while the other layers compute only this rank's heads. A module is taken
+    for attention if it has an int ``heads``, as in diffusers, and the plan names a linear layer that it holds
+    itself. Attention with a number of heads of another name is not checked.
     """
+    owners = {name.rpartition(".")[0] for name in linears}
     for at, attention in module.named_modules():
-        if isinstance(getattr(attention, "heads", None), int) and any(
-            name.startswith(f"{at}.") for name in linears
-        ):
+        if isinstance(getattr(attention, "heads", None), int) and at in owners:
             for name, part in attention.named_modules(prefix=at):
                 # Skip the matrices of a LoRA, which are sharded together with the layer that they adapt.
                 planned = any(name == linear or name.startswith(f"{linear}.") for linear in linears)

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from para_core import PipeFusion
 from para_core.adapters import parallelize_pipe, pipefusion_report, unparallelize_pipe
-from para_core.lazy_tensors import Expected, LazyTensor, LiveTensors
+from para_core.lazy_tensors import Expected, LazyTensor, LiveTensors, materialize
 from para_core.plans.plan import Entries, Gather, Plan, Split
 from para_core.weights.patch_plan import Frames, PatchPlan, patch_plan
 from para_core.weights.patches import Arrival
@@ -131,15 +131,18 @@ def test_patches_of_equal_inputs_are_exact(name):
 
 @pytest.mark.parametrize("has_arrived", [False, True])
 def test_result_recorded_before_a_write_keeps_its_values(has_arrived):
-    arrival = Arrival(torch.zeros(1, 2), [(0, 1), (1, 1)], LiveTensors())
-    x = LazyTensor.make(arrival, Expected(torch.zeros(1, 2, device="meta"), torch.device("cpu")))
-    for _ in range(2):
-        arrival.add(lambda: torch.ones(1, 1))
-    doubled = x * 2
-    if has_arrived:
-        arrival.value()
-    x.add_(1)
-    assert (doubled.tolist(), x.tolist()) == ([[2, 2]], [[2, 2]])
+    # torch.equal, although pointwise, waits for the tensor, and computes nothing that reads it.
+    for write in (lambda x: x.add_(1), lambda x: x[0].add_(int(torch.equal(x, x))), lambda x: materialize(x).add_(1)):
+        arrival = Arrival(torch.zeros(1, 2), [(0, 1), (1, 1)], LiveTensors())
+        x = LazyTensor.make(arrival, Expected(torch.zeros(1, 2, device="meta"), torch.device("cpu")))
+        for _ in range(2):
+            arrival.add(lambda: torch.ones(1, 1))
+        doubled = x.detach().double().clone() * 2
+        assert isinstance(doubled, LazyTensor)
+        if has_arrived:
+            arrival.value()
+        write(x)
+        assert (doubled.tolist(), x.tolist()) == ([[2, 2]], [[2, 2]])
 
 
 # -- Over stages.

@@ -164,14 +164,19 @@ def test_plan_of_an_own_adapter_is_used():
         pipe = parallelize_pipe(flux_pipe(), mesh=mesh_of({"tensor": 2}), **options)
     sharded = {name for name, x in pipe.transformer.named_parameters() if isinstance(x, DTensor)}
     assert sharded and all(".ff.net." in name for name in sharded)
+    with pytest.raises(ValueError, match="DTensor"):
+        check_tensor_plan(pipe.transformer, TensorPlan(feed), 2)
 
 
 class Counted(nn.Module):
-    def __init__(self, heads=4, units=8, channels=8):
+    def __init__(self, heads=4, units=8, channels=8, own_heads=None, hooked=None):
         super().__init__()
+        self.heads = own_heads
         self.attn, self.feed = nn.Linear(8, 8), nn.Linear(8, 8)
         self.attn.heads, self.feed.units = heads, units
         self.norm = nn.RMSNorm(channels)
+        if hooked is not None:
+            apply_layerwise_casting_hook(getattr(self, hooked), torch.bfloat16, torch.float32, non_blocking=False)
 
 
 @pytest.mark.parametrize(
@@ -180,6 +185,9 @@ class Counted(nn.Module):
         ({"heads": 1}, {}, r"Counted has 1 head, which 2 tensor ranks cannot share"),
         ({"units": 7}, {}, r"feed of this Counted has units=7, which 2 tensor ranks"),
         ({"channels": 7}, {}, r"norm of this Counted has a weight of the shape \[7\]"),
+        ({"own_heads": 4}, {}, r"feed of this Counted is a linear layer of attention .*in no tensor plan"),
+        ({"hooked": "attn"}, {}, r"attn of this Counted has a forward of its own"),
+        ({"hooked": "norm"}, {}, r"norm of this Counted has a forward of its own"),
         ({}, {"heads": ("feed",)}, r"feed of this Counted has no number 'heads'"),
         ({}, {"heads": "attn"}, r"heads='attn'\): .*heads=\('attn',\)"),
         ({}, {"linears": {"attn": "colwise"}}, r"'attn': 'colwise'.*Linear\('colwise'\)"),
@@ -196,14 +204,6 @@ def test_plan_that_does_not_divide_a_model_is_refused(options, changes, message)
         check_tensor_plan(Counted(**options), replace(plan, **changes), 2)
     with pytest.raises(ValueError, match="along='columns'"):
         Linear("columns")
-
-
-@pytest.mark.parametrize("name", ["attn", "norm"])
-def test_layer_whose_forward_a_hook_has_replaced_is_refused(name):
-    model, plan = Counted(), TensorPlan({"attn": Linear("colwise")}, norms=("norm",))
-    apply_layerwise_casting_hook(getattr(model, name), torch.bfloat16, torch.float32, non_blocking=False)
-    with pytest.raises(ValueError, match=rf"{name} of this Counted has a forward of its own"):
-        check_tensor_plan(model, plan, 2)
 
 
 def normalize_in_float64():

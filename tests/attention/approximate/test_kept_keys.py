@@ -114,6 +114,8 @@ def test_options_survive_their_json_and_take_another_share():
     assert options.with_option(KeptKeys(0.5)) == AttnOptions.of(kept_keys=KeptKeys(0.5), backend="math")
     with pytest.raises(TypeError, match=r"kept_keys is 0\.5; expected a KeptKeys"):
         AttnOptions.of(kept_keys=0.5)
+    with pytest.raises(TypeError, match="by_position"):
+        type("Unplaced", (KeptKeys,), {"by_position": False})
     with pytest.raises(ValueError, match="block_mask and kept_keys"):
         BlockSparseAttnMode(one_rank("cpu"), torch.ones(1, 1).bool(), block_size=4, kept_keys=KeptKeys(0.5))
 
