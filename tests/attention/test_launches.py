@@ -85,7 +85,7 @@ def test_launches_on_a_grid_2d(ranks, counted):
 
 @pytest.mark.parametrize("ranks", [2, 8])
 @pytest.mark.parametrize(("tokens", "heads"), [(288, 24), (291, 25)])
-def test_launches_with_the_pack_kernel_and_exact_triton(ranks, tokens, heads):
+def test_launches_with_exact_triton(ranks, tokens, heads):
     counted = partial(count_attention, tokens=tokens, heads=heads, device="meta")
     for ulysses in (counted(1, ranks), counted(1, ranks, backend="triton")):
         require_at_most(5, ulysses)
