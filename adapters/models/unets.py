@@ -15,7 +15,8 @@ class UnetAdapter:
 
     All tensors among the arguments of such a class, also those in lists and dicts, must have one entry for
     each sample along dim 0, or a number of entries there that never equals a number of samples above 1. Over
-    ranks that share samples, a tensor is split if dim 0 has their number, and passed whole otherwise.
+    ranks that share samples, a tensor is split if dim 0 has their number, and passed whole otherwise. All
+    tensors of the output must have one entry for each sample along dim 0.
 
     Each entry of ``down_blocks`` with a ``downsamplers`` halves the rows once (a convolution with stride 2), and
     nothing else does.

@@ -2,8 +2,10 @@
 the samples.
 
 Pipelines find :data:`KIND` by the table :data:`para_core.adapters.denoisers.KINDS`. For a UNet without a
-pipeline, ``adapters/parallel/unet.py`` has ``parallelize_unet``. Which UNets of a pipeline these are, and which
-are refused, is in ``unet_checks.py``. Tests: tests/spatial/test_unet_pipelines.py.
+pipeline, ``adapters/parallel/unet.py`` has ``parallelize_unet``; :func:`unparallelize_unet` here undoes it.
+What a class must satisfy is in the docstring of ``UnetAdapter`` (``adapters/models/unets.py``). Which UNets of
+a pipeline these are, and which are refused, is in ``unet_checks.py``. Tests:
+tests/spatial/test_unet_pipelines.py.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from para_core.adapters.agree.arguments import agree_on_values
-from para_core.adapters.agree.loras import lora_layers
+from para_core.adapters.agree.loras import describe_loras_of_model, lora_layers
 from para_core.adapters.weights.feature import ShardMethod
 from para_core.distributed.agree import together
 from para_core.distributed.mesh import AnyMesh
@@ -39,7 +39,8 @@ from para_core.weights.parameters import stand_ins, weights_of
 
 # Names of the LoRA methods of models. Those of pipelines call these, or merge the LoRA into each layer.
 ADDS = ("load_lora_adapter", "add_adapter", "load_adapter")
-CHANGES = (*ADDS, "fuse_lora", "unfuse_lora", "unload_lora", "delete_adapters", "delete_adapter")
+MERGES = ("fuse_lora", "unfuse_lora")
+CHANGES = (*ADDS, *MERGES, "unload_lora", "delete_adapters", "delete_adapter")
 
 
 def on_all_ranks(ranks: AnyMesh) -> AbstractContextManager[object]:
@@ -74,6 +75,27 @@ def agree_on_lora(ranks: AnyMesh, args: tuple[Any, ...], kwargs: dict[str, Any])
     agree_on_values(lambda: values, ranks, "the method that adds a LoRA", lambda: None, explain)
 
 
+def agree_on_merge(ranks: AnyMesh, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise ``ValueError`` on all of ``ranks`` if they fuse or unfuse different LoRAs. Collective.
+
+    Ranks that hold different parts of the weights cannot compare the result later. ``args`` and ``kwargs``
+    are the arguments of ``fuse_lora`` or ``unfuse_lora`` of the transformer ``module``. Text encoders have no
+    such methods, so the scales of their LoRAs are only compared by the calls of the pipeline.
+    """
+
+    def values() -> dict[str, Any]:
+        positional = {f"argument {index}": value for index, value in enumerate(args)}
+        return {**positional, **kwargs, **describe_loras_of_model("transformer", module)}
+
+    def explain(records: list[Record]) -> str:
+        return (
+            "the ranks of one mesh must fuse and unfuse equal LoRAs with equal arguments. "
+            f"{'; '.join(describe_differences(records))}. Make the same calls on all ranks."
+        )
+
+    agree_on_values(values, ranks, "the method that fuses a LoRA", lambda: None, explain)
+
+
 def follow_loras(module: nn.Module, method: ShardMethod, mesh: DeviceMesh, ranks: AnyMesh) -> None:
     """Wrap the LoRA methods of ``module``, whose weights ``method`` has sharded over ``mesh``, so that they
     work.
@@ -81,7 +103,9 @@ def follow_loras(module: nn.Module, method: ShardMethod, mesh: DeviceMesh, ranks
     All of ``ranks`` must then call such a method together, and a failure on one rank raises on all.
     """
     loras = _ShardedLoras(module, method, mesh, ranks)
-    methods = {name: loras.add if name in ADDS else loras.change for name in CHANGES if hasattr(module, name)}
+    methods = dict.fromkeys([name for name in CHANGES if hasattr(module, name)], loras.change)
+    methods |= {name: loras.add for name in methods if name in ADDS}
+    methods |= {name: loras.merge for name in methods if name in MERGES}
     fill_slot(module, Slot.LORA, methods)
     loras.wrap_merges()
 
@@ -108,8 +132,17 @@ class _ShardedLoras:
             with self._global_shapes(module):
                 return call(module, *args, **kwargs)
 
+    def merge(self, call: Callable[..., Any], module: Any, /, *args: Any, **kwargs: Any) -> Any:
+        """Run a method that fuses or unfuses LoRAs. Collective."""
+        agree_on_merge(self._ranks, module, args, kwargs)
+        return self.change(call, module, *args, **kwargs)
+
     def change(self, call: Callable[..., Any], module: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """Run a method that changes or removes LoRAs. Collective."""
+        """Run a method that changes or removes LoRAs. Collective.
+
+        The arguments of a method that removes some are not compared: the next call of the pipeline compares
+        which LoRAs are left.
+        """
         names = set(getattr(module, "peft_config", None) or ())
         with on_all_ranks(self._ranks), self._following(module, names):
             return call(module, *args, **kwargs)
@@ -118,7 +151,8 @@ class _ShardedLoras:
     def _following(self, module: Any, names: set[str]) -> Iterator[None]:
         """Wrap and shard the LoRA layers that the ``with`` block adds, and unwrap those that it removes.
 
-        If an added LoRA cannot be sharded, remove all but ``names``, and raise ``ValueError``.
+        It does so after an error of the block, too, because peft may leave layers that it added before. If an
+        added LoRA cannot be sharded, remove all but ``names``, and raise ``ValueError``.
         """
         before = lora_layers(module)
         try:
@@ -170,8 +204,8 @@ class _ShardedLoras:
 def _remove_loras(module: Any, kept: set[str]) -> None:
     """Remove the LoRAs of ``module``, a transformer, that are not named in ``kept``.
 
-    Text encoders lack these methods of diffusers. None comes here: only FSDP2 shards encoders, and its
-    ``shard_loras`` refuses no LoRA.
+    Text encoders lack these methods of diffusers. None comes here: of the methods of sharding only FSDP2 has
+    :attr:`ShardMethod.shards_encoders`, and its ``shard_loras`` refuses no LoRA.
     """
     # Use the methods of the class, because those of the instance communicate.
     cls: Any = original_class(module)
@@ -191,10 +225,19 @@ def check_initialization(module: nn.Module, args: tuple[Any, ...], kwargs: dict[
     too. The configuration in a file whose path is passed to the model itself is not read.
     """
     configs = [dict(vars(config)) for config in (*args, *kwargs.values()) if is_dataclass(config)]
-    # A pipeline passes the config that a file holds as ``metadata``, with names like
-    # "transformer.init_lora_weights".
-    metadata = kwargs.get("metadata") or {}
-    of_file = {name.rpartition(".")[2]: value for name, value in metadata.items()}
+    # A pipeline passes the configs that a file holds for its components as ``metadata``, with names like
+    # "transformer.init_lora_weights". load_lora_adapter reads those with the prefix that is its second
+    # argument.
+    of_file = dict(kwargs.get("metadata") or {})
+    prefix = kwargs.get("prefix", "transformer")
+    if len(args) > 1:
+        prefix = args[1]
+    if prefix is not None:
+        of_file = {
+            name.removeprefix(f"{prefix}."): value
+            for name, value in of_file.items()
+            if name.startswith(f"{prefix}.")
+        }
     # The magnitudes of a DoRA are in its file, too, and replace the wrong ones that are computed first.
     of_file["use_dora"] = False
     for config in (*configs, of_file):

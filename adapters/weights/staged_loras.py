@@ -16,7 +16,15 @@ from torch import nn
 
 from para_core.adapters.agree.arguments import agree_on_values
 from para_core.adapters.agree.loras import describe_loras_of_model, lora_weights
-from para_core.adapters.weights.lora import ADDS, CHANGES, agree_on_lora, check_initialization, on_all_ranks
+from para_core.adapters.weights.lora import (
+    ADDS,
+    CHANGES,
+    MERGES,
+    agree_on_lora,
+    agree_on_merge,
+    check_initialization,
+    on_all_ranks,
+)
 from para_core.distributed.mesh import GuidedMesh
 from para_core.distributed.records import Record, describe_differences
 from para_core.instance.record import Wrapper, empty_slots, fill_slots
@@ -42,9 +50,29 @@ def wrappers_of_lora_methods(stages: Stages, mesh: GuidedMesh) -> dict[str, Wrap
     """Return a wrapper of each method of the model of ``stages`` that adds or changes LoRAs, by its name."""
     wrappers: dict[str, Wrapper] = {}
     for name in CHANGES:
-        if hasattr(stages.module, name):
-            wrappers[name] = partial(_add_lora if name in ADDS else _change_lora, stages, mesh)
+        if not hasattr(stages.module, name):
+            continue
+        run = _change_lora
+        if name in ADDS:
+            run = _add_lora
+        elif name in MERGES:
+            run = _merge_lora
+        wrappers[name] = partial(run, stages, mesh)
     return wrappers
+
+
+def _merge_lora(
+    stages: Stages,
+    mesh: GuidedMesh,
+    call: Callable[..., Any],
+    module: nn.Module,
+    /,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Run ``call``, a method of ``module`` that fuses or unfuses LoRAs. Collective."""
+    agree_on_merge(mesh, module, args, kwargs)
+    return _change_lora(stages, mesh, call, module, *args, **kwargs)
 
 
 def _change_lora(

@@ -1,7 +1,7 @@
-"""Access control of the server: the API key, the Host header, requests from pages of other sites; and its
-address.
+"""Decide who may use the server, and return the address that it shows. Access depends on the API key, the Host
+header, and the Origin of pages of other sites.
 
-`server.py` puts :meth:`Access.require` before each route but ``/health``, ``/openapi.json`` and the pages.
+``server.py`` puts :meth:`Access.require` before each route but ``/health``, ``/openapi.json`` and the pages.
 Answers to the preflights of browsers (CORS) are Starlette's. Tests: tests/fleet/test_hostile.py,
 tests/fleet/test_server.py, tests/fleet/test_http.py.
 """
@@ -20,7 +20,9 @@ from para_core.fleet.http.errors import RequestError
 
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _MAX_HEADER_BYTES = 2**16
-# Value of a Host header (RFC 9110): a host and an optional port. An IPv6 address is in brackets.
+# Value of a Host header (RFC 9110): a host and an optional port. An IPv6 address is in brackets. Other text of
+# its characters may be there, too: without a key only _LOOPBACK is let through, and with one the host decides
+# nothing.
 _HOST_PATTERN = re.compile(r"([A-Za-z0-9._~%!$&'()*+,;=-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{0,5})?")
 # Path below which a reverse proxy shows the server, in characters that need no quoting.
 _PREFIX_PATTERN = re.compile(r"(/[A-Za-z0-9._~%@:+=-]+)+")

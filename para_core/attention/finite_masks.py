@@ -11,8 +11,9 @@ serves a user's attention function, which may be differentiated, and the backwar
 
 :mod:`.low_rows` applies both in the forward, and :mod:`para_core.attention.gradients.blocks` the class in the
 backward. Masks that a user passes reach this file as :func:`~para_core.attention.masks.mask_of_block` returns
-them. Tests: tests/attention/test_exactness.py, whose masks have such rows, and
-tests/attention/test_gradients.py.
+them, with -inf at the keys that positions hide (:func:`~para_core.attention.low_rows.hide_by_position`): only
+keys that a query sees count for the maximum of its row. Tests: tests/attention/test_exactness.py, whose masks
+have such rows, and tests/attention/test_gradients.py.
 """
 
 from __future__ import annotations
@@ -27,14 +28,13 @@ from torch import Tensor
 
 from para_core.attention.local_call import LocalAttentionCall, aligned_rows, bias_dtype
 
-# If the largest number in a row of the mask is lower than _LOW, but not lower than _ABSORBS, it is subtracted
-# from the row. Numbers near _LOW are 6e-5 apart in float32, so an lse down to it weighs blocks to four
-# digits.
+# A row whose largest number is lower than _LOW is low. Numbers near _LOW are 6e-5 apart in float32, so an lse
+# down to it weighs blocks to four digits.
 _LOW = -1e3
 # float32 numbers below _ABSORBS are at least 2 apart, and those near -1e9, which models use, 64, so that a
 # score that is added to one is lost to rounding, or to all but its multiples of that distance. All keys with
 # the same such number therefore get equal weights. So they do in SDPA, unless scores are larger than the
-# distance.
+# distance. ``_without_low_numbers`` of tests/attention/cases.py draws the same line for float64.
 _ABSORBS = -(2.0**24)
 
 
@@ -69,32 +69,22 @@ def can_be_finite(mask: Tensor, query: Tensor) -> bool:
     return bias_dtype(mask, query) != torch.float16
 
 
-def finite_bias(mask: Tensor, query: Tensor, *, by_position: bool) -> Tensor:
+def finite_bias(mask: Tensor, query: Tensor) -> Tensor:
     """Return ``mask`` as an additive mask without -inf, in a dtype that SDPA takes, with aligned rows.
 
     A hidden key gets half of the lowest number of the dtype, because kernels multiply scores by log2(e).
 
     Args:
         mask: Bool, or a float mask from :func:`level_rows`, ``[B or 1, H or 1, S_q or 1, S_k]``.
-        by_position: Whether queries also miss keys by their position. The keys that a query sees may then be
-            hidden by finite numbers alone although its row has a higher maximum. Such numbers stay different
-            from -inf.
     """
     dtype = bias_dtype(mask, query)
     limit = torch.finfo(dtype).max
     if mask.dtype == torch.bool:
         return aligned_rows(query, mask.shape, dtype, fill=-limit / 2).masked_fill_(mask, 0.0)
     rows = aligned_rows(query, mask.shape, dtype)
-    lowest = -limit / 2
-    if by_position:
-        lowest = -limit / 8
     if mask.dtype == dtype:
-        bias = torch.clamp(mask, min=lowest, out=rows)
-    else:
-        bias = rows.copy_(mask).clamp_(min=lowest)
-    if by_position:
-        return bias.masked_fill_(mask == -inf, -limit / 2)
-    return bias
+        return torch.clamp(mask, min=-limit / 2, out=rows)
+    return rows.copy_(mask).clamp_(min=-limit / 2)
 
 
 def clear_rows_without_key(out: Tensor, lse: Tensor, dtype: torch.dtype) -> None:

@@ -55,8 +55,7 @@ class GatheredKeys(RingStyle):
     @cached_property
     def tiling(self) -> Tiling:
         """The pieces of this rank's queries, and the tiles of all keys that they see."""
-        plan = self.plan
-        return Tiling(plan.query_runs, [[(0, plan.spec.key_layout.total)]], plan.spec.positional_masks)
+        return self.mask_tiling
 
     def gather_call(self, call: LocalAttentionCall) -> LocalAttentionCall:
         """Return ``call``, to this rank's keys, with all keys. Its mask has a column for each of them.

@@ -1,4 +1,4 @@
-"""Merge partial attention results by their lse, with custom operators that the host dispatches as one launch each.
+"""Merge partial attention results by their lse, with custom operators, each of which is one launch on a GPU.
 
 :class:`~para_core.attention.attend.Accumulator` holds a :class:`Merged` for each piece of queries;
 :func:`~para_core.attention.local.continue_attention` and :mod:`.blocks` add to it. The kernel is in
@@ -27,13 +27,14 @@ define_operator("merge_(Tensor(a!) out_a, Tensor(b!) lse_a, Tensor out_b, Tensor
 def _merge(
     out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, *, into: tuple[Tensor, Tensor] | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Compute :func:`para_core.kernels.merge_reference.merge`, but with ``out`` in the dtype of lse.
+    """Compute :func:`para_core.kernels.merge_reference.merge`, but with ``out`` in the dtype of lse. In a row
+    without a key, where the reference gives 0, both ``out`` must be 0, or the result is their mean.
 
     The result is written to ``into``, if it is given. ``out_a`` may be among it only if it has the dtype of
     lse.
     """
     # The weight of b is exp(lse_b) / (exp(lse_a) + exp(lse_b)). If a row has no key on both sides, -inf -
-    # -inf is NaN; any weight is then correct.
+    # -inf is NaN; any weight is then correct, because both results are 0.
     weight = (lse_b - lse_a).sigmoid_().nan_to_num_(0.5).unsqueeze(-1)
     # Test the dtype first, because to() costs the host as much as a small addition even if it does nothing.
     if out_a.dtype != lse_a.dtype:
@@ -134,6 +135,10 @@ class Merged:
             self._add_in_place(self.out, self.lse, out, lse)
 
     def replace(self, out: Tensor, lse: Tensor) -> None:
-        """Replace the merged result by one into which a kernel has already merged one more partial result."""
+        """Replace the merged result by one into which a kernel has already merged one more partial result.
+
+        A later :meth:`add` writes to these tensors. So if one follows, nobody else may need them, and ``out``
+        has the dtype of lse.
+        """
         self.count += 1
         self.out, self.lse = out, lse

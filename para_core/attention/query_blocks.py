@@ -5,6 +5,10 @@ A CPU computes queries in blocks, from the first one on (FlashAttentionKernel.cp
 computes whole blocks of one process, with zeros in place of the queries that it does not have. This is not
 done on a GPU, where nothing was measured.
 
+Blocks then have the same bits if the CPU multiplies them in the same way. On CPUs with matrix instructions
+for a 16-bit dtype (``cpublas::need_pack`` there) the number of queries of a call also decides whether it packs
+its matrices, so a call of fewer blocks may get other bits.
+
 Only :class:`~para_core.attention.gathered.GatheredKeys` uses it. Tests: tests/same_bits/test_attention.py.
 """
 
@@ -54,7 +58,8 @@ def place_in_blocks(runs: Sequence[Run], total: int) -> QueryBlocks:
 
     The call gets at least as many queries as give it blocks of the size of one process; whole blocks of zeros,
     in front, make up for missing ones. So each block has the size and the rows that it has in one process, and
-    the last one, which may be smaller, stays the last. Which blocks are computed before it changes no bits.
+    the last one, which may be smaller, stays the last. Which blocks are computed before it changes no bits, but
+    for what the head of this file says.
     """
     least, size = next(entry for entry in _BLOCK_SIZES if total >= entry[0])
     touched = sorted({block for start, length in runs for block in _blocks_of_run(start, length, size)})

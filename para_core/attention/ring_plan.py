@@ -164,6 +164,12 @@ class RingStyle:
         """
         return self.plan.tiling
 
+    @cached_property
+    def mask_tiling(self) -> Tiling:
+        """The keys that each row of the mask tensor of the call sees, with all keys of the sequence as one block."""
+        queries = [*self.plan.query_runs, *self.other_queries]
+        return Tiling(queries, [[(0, self.plan.spec.key_layout.total)]], self.plan.spec.positional_masks)
+
     @property
     def other_queries(self) -> Sequence[Run]:
         """The positions of queries of other ranks that this rank computes, too. Their rows follow those of

@@ -213,8 +213,8 @@ def compose(plan: AttentionPlan, masked: bool, attn_func: LocalAttention | None 
     if not masked:
         return attend
     if attn_func is not None:
-        return correct_low_rows(attend)
-    return level_low_rows(attend, spec.options.backend)
+        return correct_low_rows(attend, plan.style.mask_tiling)
+    return level_low_rows(attend, spec.options.backend, plan.style.mask_tiling)
 
 
 # The composition of a plan is made once. A plan is compared by identity. What an attn_func composes is not kept: the

@@ -122,7 +122,7 @@ def _error(pairs: Sequence[tuple[Tensor, Tensor]]) -> float:
 
 def _to_compare(x: Tensor) -> Tensor:
     """Return ``x`` in float64 on the CPU, and in float32 on other devices, some of which do not support
-    float64.
+    float64. There integers from 2²⁴ on may become equal.
     """
     if x.is_complex():
         x = torch.view_as_real(x.resolve_conj())

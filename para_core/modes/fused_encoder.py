@@ -3,17 +3,20 @@ mode.
 
 In eager code torch itself does not use these kernels inside a mode. Graphs that Dynamo traces do use them,
 and modes do not see the calls. The kernels are therefore disabled as long as a mode is active, in eager code
-or in a graph that is being traced.
+or in a graph that is being traced. A trace that Dynamo aborts inside a mode leaves them disabled until the
+next mode begins or ends.
 
 The switch (``torch.backends.mha``) belongs to the process, so the active modes are counted per process: the
 first mode saves the state of the switch, and the last mode restores this state.
 
-:mod:`.unified` calls :func:`disable` and :func:`restore`; :mod:`para_core.plans.region` uses
-:func:`disable_if` for models that have encoder layers. Tests: tests/modes/test_unified.py.
+:mod:`.unified` calls :func:`disable` and :func:`restore`. For models that have encoder layers
+:mod:`para_core.plans.region` uses :func:`disable_if`, and so does :mod:`para_core.plans.recomputation` around
+code that a backward runs again, perhaps in another thread. Tests: tests/modes/test_unified.py.
 """
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -41,10 +44,12 @@ class _CountedSwitch:
 
         If Dynamo stops a trace, because of an error or to restart it, the trace never calls :func:`restore`.
         Dynamo traces in one thread at a time. During a trace, the holders of all other traces are therefore
-        removed; in eager code, the holders of all traces in this thread are removed.
+        removed; in eager code, the holders of all traces in this thread, and in threads that have ended.
         """
         for thread, trace in list(self.holders):
-            if trace not in (None, own_trace) and (own_trace is not None or thread == own_thread):
+            if trace in (None, own_trace):
+                continue
+            if own_trace is not None or thread == own_thread or thread not in sys._current_frames():
                 del self.holders[thread, trace]
 
 
@@ -75,8 +80,9 @@ def restore() -> None:
         if not _SWITCH.holders:
             return
         _SWITCH.drop_stale(*holder)
-        # A graph that calls cp.gather without cp.shard calls restore() without disable(). Unary + of a
-        # Counter drops counts that are not positive.
+        # A graph that calls cp.gather without cp.shard calls restore() without disable(): there
+        # UnifiedAttnMode._end() runs, and no _begin(). Unary + of a Counter drops counts that are not
+        # positive.
         _SWITCH.holders[holder] -= 1
         _SWITCH.holders = +_SWITCH.holders
         if not _SWITCH.holders:

@@ -1,9 +1,11 @@
 """Count launches, collectives and sent bytes of this process, while a model or pipeline runs on real tensors.
 
 ``cli/measurement.py`` reports these counts, and tests compare them with what is expected. A new kernel behind
-an operator must be added to ``_KERNELS``: without it the operators of its plain code are counted, which only
-the budgets of attention would notice. Tests: tests/attention/test_launches.py,
-tests/kernels/test_device_tables.py.
+an operator must be added to ``_KERNELS``: without it the operators of its plain code are counted on a CPU or
+the meta device, which only the budgets of attention would notice, and nothing is counted on a GPU, where the
+kernel runs. So an operator of another package whose kernel is compiled code counts as no launch. Tests:
+tests/attention/test_launches.py, tests/kernels/test_device_tables.py, and for the bytes of a whole run
+tests/cli/test_bench.py.
 """
 
 from __future__ import annotations
@@ -84,6 +86,8 @@ class RunCounter(TorchDispatchMode):
             self.collectives += 1
             self.bytes_sent += sent
         if func.namespace not in _BUILT_IN and name not in _KERNELS:
+            # The kernel is that of the first tensor: for CUDA, the meta device, or else a CPU (call_kernel), which
+            # fails on tensors of other devices.
             device = "cpu"
             operands = leaf_tensors((args, kwargs))
             if operands:

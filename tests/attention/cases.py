@@ -113,8 +113,6 @@ class Case:
         mask = self.whole_mask()
         if mask is not None and mask.dtype != torch.bool:
             mask = mask.to(q.dtype)
-            if q.dtype == torch.float64:
-                q, mask = _without_low_numbers(q, mask)
         return self.attention(q, k, v, mask)
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -126,6 +124,8 @@ class Case:
             options["is_causal"] = False
         if visible is not None and mask is not None:
             mask = mask & visible if mask.dtype == torch.bool else mask.masked_fill(~visible, float("-inf"))
+        if mask is not None and mask.dtype == torch.float64:
+            q, mask = _without_low_numbers(q, mask)
         with self.autocasting():
             return F.scaled_dot_product_attention(q, k, v, visible if mask is None else mask, **options)
 

@@ -49,8 +49,7 @@ CASES = [
     (Case(H=4, segments=IMAGE_FIRST, options=CAUSAL), 3),
     (Case(H=3, segments=BALANCED, options=CAUSAL), 2),
     (Case(12, 2, key_segments=(("text", 12, True),)), 3),
-    (Case(13, 3, mask=Mask("bk")), 4),
-    (Case(13, 3, mask=Mask("bhqk", torch.float32, "local"), options=CAUSAL), 4),
+    (Case(13, 3, mask=Mask("bhqk", torch.float32, "local", share=0.9, low=(-1e9, *Mask.low)), options=CAUSAL), 4),
     (Case(13, 2), 50),  # There is a single block.
 ]
 

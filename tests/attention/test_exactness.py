@@ -39,7 +39,6 @@ CALLS = [
     Case(13, 3, options={"scale": 1.7, **CAUSAL}),
     Case(3, 1, options={"scale": -0.3}),
     Case(1, 2, D=5, options=CAUSAL),
-    Case(2, 5, D=16),
     Case(70, 6, D=24),
     # Other lengths of keys, other widths of values, grouped heads.
     Case(13, 3, S_k=5, D_v=20),
@@ -71,14 +70,12 @@ CALLS = [
     # Rows that see no key, and rows in which a large number hides all keys, or all but some.
     Case(13, 3, mask=Mask("qk", share=1.0)),
     Case(H=3, segments=TEXT_FIRST, mask=Mask("bhqk", F32, share=1.0)),
-    Case(13, 4, mask=Mask("bk", F32, low=(torch.finfo(F32).min,))),
+    *[Case(13, 4, mask=Mask(dims, F32, low=(torch.finfo(F32).min,))) for dims in ("bk", "q")],
     Case(13, 4, mask=Mask("bqk", F32, share=0.9, low=(-1e9, -2e9))),  # Of two levels only the higher one counts.
-    Case(13, 4, mask=Mask("qk", F32, share=1.0, low=(-1e9,)), options=CAUSAL),
-    Case(13, 4, mask=Mask("q", F32, low=(torch.finfo(F32).min,))),
-    *[Case(13, 4, dtype=F64, mask=Mask("bqk", of_mask, low=(-1e9, -1e4, -20.0))) for of_mask in (F64, F32, BF16)],
+    Case(13, 4, mask=Mask("bk", F32, share=0.95, low=(-1e9,)), options=CAUSAL),  # It begins with nine hidden keys.
+    *[Case(13, 4, dtype=F64, mask=Mask("bqk", of_mask, low=(-1e9, -1e4, -20.0))) for of_mask in (F64, BF16)],
+    Case(13, 4, dtype=F64, mask=Mask("bqk", F32, share=0.9, low=(-1e4,)), options=CAUSAL),
     Case(13, 4, dtype=BF16, mask=Mask("bqk", BF16, low=(torch.finfo(BF16).min,))),
-    Case(13, 4, mask=Mask("bqk", BF16), options=CAUSAL),
-    Case(3, 4, mask=Mask("h", F32)),
     # Tensors as they may lie in memory.
     *[Case(13, 3, memory=memory, options=CAUSAL) for memory in ("transposed", "strided", "expanded", "3-D", "5-D")],
     # Without a sample, a token, a head.
@@ -119,6 +116,8 @@ def is_fit(case, ranks, options, learns):
         return False
     if learns and case.mask is not None and case.mask.dtype not in (torch.bool, F32):
         return False
+    if case.dtype == F16 and case.mask is not None and case.mask.low != Mask.low:
+        return False  # In float16 the numbers that hide a key are -inf.
     return not options.get("assume_equal") or is_readable_alone(case, ranks)
 
 
@@ -168,6 +167,7 @@ def masks(draw):
         rows=rows,
         columns=columns,
         share=draw(st.sampled_from([0.0, 0.3, 0.9, 1.0])),
+        low=draw(st.sampled_from([Mask.low, (-1e9, *Mask.low)])),
     )
 
 
@@ -196,11 +196,10 @@ drawn_options = st.fixed_dictionaries(
     {"rotate_method": st.sampled_from(ROTATE_METHODS), "assume_equal": st.booleans()},
     optional={"attn_func": st.just(own_attention), "backend": st.just("math")},
 )
-SIZES = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
 
 
 # The pool outlives an example, because no state of a job is left when the next one starts.
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture, *SIZES])
+@settings(suppress_health_check=[*HealthCheck])
 @given(
     mesh=st.sampled_from(MESHES),
     options=drawn_options,

@@ -213,13 +213,15 @@ def leave_by_an_exception():
         mode.shard(x, 1, sequence=mode.sequence(5))
         torch._dynamo.graph_break()
 
-    with pytest.raises(torch._dynamo.exc.Unsupported):
-        torch.compile(stop, fullgraph=True, backend="eager")(mode, torch.zeros(1, 5))
-    with mode as cp:
-        out = attend_whole(cp)
-    assert torch.backends.mha.get_fastpath_enabled()
+    aborted = partial(torch.compile(stop, fullgraph=True, backend="eager"), mode, torch.zeros(1, 5))
+    for in_a_thread in (False, True):
+        with pytest.raises(torch._dynamo.exc.Unsupported), ThreadPoolExecutor(1) as thread:
+            thread.submit(aborted).result() if in_a_thread else aborted()
+        with mode as cp:
+            out = attend_whole(cp)
+        assert torch.backends.mha.get_fastpath_enabled()
     gone = weakref.ref(mode)
-    del mode, cp
+    del mode, cp, aborted
     gc.collect()
     return out, gone() is None
 

@@ -102,8 +102,10 @@ def draw(name, method, when):
         for options in ({"use_dora": True}, {"init_lora_weights": "pissa"}, {"modules_to_save": ["x_embedder"]}):
             with pytest.raises(ValueError, match=r"use_dora=True|pissa|modules_to_save"):
                 pipe.transformer.add_adapter(LoraConfig(r=2, target_modules=["to_q"], **options))
+        metadata = {"transformer.init_lora_weights": "pissa", "text_encoder.init_lora_weights": True}
         with pytest.raises(ValueError, match=r"init_lora_weights='pissa' .* all weights"):
-            pipe.transformer.load_lora_adapter(lora_weights(name), metadata={"transformer.init_lora_weights": "pissa"})
+            pipe.transformer.load_lora_adapter(lora_weights(name), metadata=metadata)
+        pipe.transformer.load_lora_adapter({}, "text_encoder", metadata=metadata)
     outs["plain"] = generate(pipe, name)
     pipe.load_lora_weights(lora_weights(name), adapter_name="style")
     if when == "before" and method is not None:
@@ -146,6 +148,8 @@ def load_different():
         share(pipe, method)
         with pytest.raises(ValueError, match="argument 1"):
             pipe.transformer.add_adapter(LoraConfig(r=2, target_modules=["to_q"]), f"of rank {dist.get_rank()}")
+        with pytest.raises(ValueError, match="argument 0"):
+            pipe.fuse_lora(lora_scale=1.0 + dist.get_rank())
         with pytest.raises(ValueError, match="rank"):
             pipe.load_lora_weights(dict(weights), adapter_name="style" if swap else "other", hotswap=swap)
             generate(pipe, "flux")

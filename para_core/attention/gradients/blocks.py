@@ -17,6 +17,8 @@ from para_core.attention.finite_masks import FiniteMaskedRows
 from para_core.attention.gradients.contract import Backward, QueryGradients
 from para_core.attention.local import local_attention_backward
 from para_core.attention.local_call import LocalAttentionCall
+from para_core.attention.low_rows import hide_by_position
+from para_core.attention.tiles import Tiling
 from para_core.layout.runs import add_at, take
 from para_core.option_values import Backend
 
@@ -85,13 +87,15 @@ def key_heads_backward(block_backward: Backward) -> Backward:
     return backward
 
 
-def low_rows_backward(block_backward: Backward) -> Backward:
+def low_rows_backward(block_backward: Backward, of_mask: Tiling) -> Backward:
     """Return the gradient of :func:`~para_core.attention.low_rows.level_low_rows` around attention with the
-    gradient ``block_backward``.
+    gradient ``block_backward``. The ``of_mask`` of both is the same.
     """
 
     def backward(into: QueryGradients, key: Tensor, value: Tensor, block: int) -> Block:
-        low_rows = FiniteMaskedRows.of(into.mask)
+        low_rows = None
+        if into.mask is not None:
+            low_rows = FiniteMaskedRows.of(hide_by_position(into.mask, of_mask))
         if low_rows is None:
             return block_backward(into, key, value, block)
         query_rows = low_rows.take_rows(0, into.query.shape[2])

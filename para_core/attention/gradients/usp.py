@@ -27,7 +27,7 @@ def compose_backward(plan: AttentionPlan, masked: bool) -> Backward:
         backward = key_heads_backward(backward)
     backward = load(plan.style.gradient)(backward, plan.style)
     if masked:
-        backward = low_rows_backward(backward)
+        backward = low_rows_backward(backward, plan.style.mask_tiling)
     return backward
 
 
