@@ -188,6 +188,7 @@ DIFFERENCES = {
     "an exception": (lambda: layers(Fails(5, ArithmeticError), tokens=11), "", "ArithmeticError: 5 tokens"),
     # It fails before attention, in which the first rank waits.
     "an exception of the second": (lambda: layers(Fails(6, IndexError), Model(), tokens=13, width=4), "0", "6 tokens"),
+    "a number of tokens": (lambda: pixels(make(result=lambda y: (y, y.shape[1]))), "", "outside of them"),
     # No rank has more than six tokens.
     "an output ranks lack": (lambda: pixels(make(result=lambda y: (y, y) if y.shape[1] > 6 else (y,))), "", "[1, 1]"),
 }
