@@ -48,7 +48,7 @@ def check_that_tokens_grow(
             f"no stream of tokens of {name}'s module lists {lists} is longer in the second call than in the first, in "
             f"one dim: its attention has {queries} queries in both. {way_out}"
         )
-    modules = sorted({attention.name for attention in small.attention})
+    modules = sorted({attention.name or name for attention in small.attention})
     raise ValueError(
         f"attention of {name} has {queries} queries in the first call and {larger_queries} in the second (in "
         f"{', '.join(modules[:3])}), but no block of its module lists {lists}, and no module that contains them, "

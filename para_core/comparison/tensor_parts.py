@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from para_core.dataclass_fields import leaves_of
 from para_core.layout.sequence import Segment, SequenceLayout
 
 # Maximum number of segments in a joint sequence. More would give too many orders to try.
@@ -40,6 +41,18 @@ def tensors_in(value: Any) -> list[Tensor]:
     if not isinstance(value, (list, tuple)):
         return []
     return [x for entry in value for x in tensors_in(entry)]
+
+
+def results_in(output: Any) -> list[Tensor]:
+    """Return what is compared of an output: the tensors as in :func:`tensors_in`, and numbers, such as that
+    of all tokens, as tensors without dims.
+    """
+    numbers = [
+        torch.tensor(float(leaf), dtype=torch.float64)
+        for leaf in leaves_of(output)
+        if isinstance(leaf, (int, float)) and not isinstance(leaf, bool)
+    ]
+    return [*tensors_in(output), *numbers]
 
 
 def relative_error(parts: Sequence[Tensor], full: Tensor, segments: Sequence[Segment]) -> float | None:
@@ -71,13 +84,13 @@ def relative_error(parts: Sequence[Tensor], full: Tensor, segments: Sequence[Seg
 
 
 def largest_error(out: Any, expected: Any) -> float:
-    """Return the largest ``‖out − expected‖ / ‖expected‖`` of the tensors in both, paired by
-    :func:`tensors_in`; infinity for NaN, other shapes or another number of tensors.
+    """Return the largest ``‖out − expected‖ / ‖expected‖`` of the tensors and numbers in both, paired by
+    :func:`results_in`; infinity for NaN, other shapes or another number of tensors.
 
     >>> largest_error(torch.ones(1), (torch.ones(1), torch.ones(1)))
     inf
     """
-    outs, full = tensors_in(out), tensors_in(expected)
+    outs, full = results_in(out), results_in(expected)
     if len(outs) != len(full):
         return math.inf
     largest = -math.inf

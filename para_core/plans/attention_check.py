@@ -94,7 +94,7 @@ class ModelCode:
 
 class AttentionCheck:
     """The check of one planned model: due at its first eager call, and again after code inside it has
-    changed.
+    changed, and at the first call whose arguments are of other kinds.
 
     While it is due, attention modules that the plan does not name have a filled slot, and the hooks of those
     that it names (:mod:`.submodule_calls`) call :meth:`run`. A call that passes empties the slots, so later
@@ -161,6 +161,12 @@ class AttentionCheck:
         self._code = None
         self.due = self._ranks > 1
         self.version += 1
+
+    def require(self) -> None:
+        """Make the check due, because an argument may have switched other code on."""
+        if not self.due:
+            self._code = None
+            self.due = self._ranks > 1
 
     def begin(self, module: nn.Module, planned: Mapping[str, nn.Module]) -> None:
         """Prepare the check of the next call, if code has changed, and warn of code that the plan does not

@@ -24,7 +24,7 @@ from para_core.attention.attention_options import AttnOptions
 from para_core.attention.local import AttnFunc
 from para_core.attention.mesh_attention import MeshAttention
 from para_core.attention.sdpa_call import SdpaCall
-from para_core.distributed.agree import together
+from para_core.distributed.agree import exchange, together
 from para_core.distributed.mesh import SequenceMesh
 from para_core.instance.private_class import original_class
 from para_core.layout.sequence import Segment, SequenceLayout
@@ -44,6 +44,9 @@ _MOST_KNOWN = 64
 # ranks: it keeps this rank's index in the full mesh, and a layout of one rank has no tokens for the indices
 # from 1 on.
 _UNKNOWN_SEGMENTS = Attention(("queries",), ("keys",))
+
+# About how many entries of the keys ranks compare, at least.
+_ENTRIES_COMPARED = 64
 
 BindRecomputation = Callable[["PlannedAttention", Callable[..., Any]], Callable[..., Any]]
 
@@ -116,6 +119,9 @@ class PlannedAttention:
             :class:`~para_core.plans.attention_check.AttentionCheck` has a table of what sets and resets it.
         skipped: Whether other code of this package computes or skips attention, so that calls may be missing;
             shared. Set by ``allow_skipped_attention`` of :mod:`.current_call`.
+        compared: In the first call with such arguments, the plan entries whose keys the ranks have compared;
+            shared. None in other calls, in which nothing is compared.
+        on_one_device: Whether SDPA on one device has computed a call of this copy.
         hooks_outside: The number of ``saved_tensors_hooks`` around the call of the model. A checkpoint that
             set some of them runs the whole call again, which shards and intercepts by itself. Set by
             ``Interception``.
@@ -134,8 +140,10 @@ class PlannedAttention:
         self.active = [False]
         self.intercepted = [False]
         self.skipped = [False]
+        self.compared: set[Attention] | None = None
         self.hooks_outside = 0
         self._num_calls = 0
+        self.on_one_device = False
         # In eager code, PreparedAttention.computed_by for the current segments.
         self._known_computations: dict[int, tuple[Attention, MeshAttention | None]] = {}
 
@@ -162,6 +170,7 @@ class PlannedAttention:
         inner._known_computations = self._known_computations
         inner.intercepted = self.intercepted
         inner.skipped = self.skipped
+        inner.compared = self.compared
         inner.hooks_outside = self.hooks_outside
         return inner
 
@@ -198,6 +207,7 @@ class PlannedAttention:
         Raises:
             ValueError: The number of queries or keys, or the mask, does not fit the plan. Ranks compare
                 nothing here; they all raise because they run one plan with equal arguments.
+            RuntimeError: The keys are not those of the plan: :meth:`_compare_keys`.
         """
         if not torch.compiler.is_compiling() and top_saved_tensors_hooks(True) is not None:
             self.bind_checkpoint()
@@ -205,8 +215,12 @@ class PlannedAttention:
         if len(self.calls) > 1:
             self._num_calls += 1
         self.intercepted[0] = True
+        if not torch.compiler.is_compiling() and self.compared is not None:
+            self._compare_keys(attention, call.key)
         over_mesh = self._computed_by(attention)
         if over_mesh is None:
+            if not torch.compiler.is_compiling():
+                self.on_one_device = True
             if call.lengths is not None:
                 call.lengths.check(call.query.shape[-2], call.key.shape[-2])
             return call.on_one_device()
@@ -215,6 +229,47 @@ class PlannedAttention:
         return self._attend_with_mask(attention, over_mesh, call, call.attn_mask)
 
     attend = __call__
+
+    def _compare_keys(self, attention: Attention, key: Tensor) -> None:
+        """Raise ``RuntimeError`` on every rank if sharded queries attend to keys that the plan says all ranks
+        hold, and these are not equal. Collective, once for each plan entry and kind of call.
+
+        A module that gets no text attends to its own tokens, with keys in any number.
+        """
+        sharded = {name for name, _, replicated, *_ in self.segments if not replicated}
+        compared = self.compared
+        if compared is None or attention in compared or self._has_sharded_keys(attention):
+            return
+        if not sharded & set(attention.queries):
+            return
+        compared.add(attention)
+        some = key.detach().flatten()
+        some = some[:: max(1, some.numel() // _ENTRIES_COMPARED)].float().cpu()
+        (first, *others) = exchange((key.shape, some), self.mesh)
+        for shape, entries in others:
+            # Rounding may differ, because ranks may multiply other numbers of rows.
+            if shape != first[0] or (entries - first[1]).norm() > 0.05 * first[1].norm():
+                raise RuntimeError(
+                    f"{_name_of_caller()} attends to keys that differ between {self.mesh.ranks} ranks, and the plan "
+                    f"says that each rank holds all of them ({' + '.join(attention.keys or ())}): they may be this "
+                    "rank's own tokens. Did the call leave out an argument, such as the text, or an attention call? "
+                    "Pass it, describe the call in Plan.attention (propose_plan, with an example of it), or run on one "
+                    "rank: unparallelize_transformer(transformer)."
+                )
+
+    def check_num_calls(self) -> None:
+        """Raise ``RuntimeError`` if the module of this copy made fewer attention calls than the plan describes,
+        one of them on one device, and an entry for sharded keys is left over: which call was left out is
+        unknown.
+        """
+        left = self.calls[self._num_calls :]
+        if not self.skipped[0] and any(map(self._has_sharded_keys, left)):
+            raise RuntimeError(
+                f"{_name_of_caller()} made {self._num_calls} of the {len(self.calls)} attention calls that the plan "
+                "describes, and which it left out is unknown, so it may have attended to this rank's tokens only. Give "
+                "each attention a module of its own, which Plan.attention names, or run on one rank: "
+                "unparallelize_transformer(transformer)."
+            )
 
     def fail(self, error: Exception) -> NoReturn:
         """Raise ``error``. Ranks that run one plan make the same calls, so it is raised on all of them."""

@@ -79,6 +79,9 @@ from para_core.torch_internals import (
 )
 from para_core.user_warnings import WarningLog
 
+# The flags among arguments, by their ids: a comparison with == would compare the values of tensors.
+_FLAGS = {id(flag): flag for flag in (True, False)}
+
 
 @dataclass(eq=False)
 class Region:
@@ -130,6 +133,9 @@ class Region:
         # -- What was seen and said in earlier calls.
         self.check = AttentionCheck(self.mesh.ranks, self.written_for, self._current_attention)
         self._warnings = WarningLog()
+        # The kinds of arguments with which a call has passed, and whether those of the current call are others.
+        self._kinds: set[tuple[Any, ...]] = set()
+        self._is_first_of_kind = False
 
         # -- The state of the current call: `interceptions`, `executor.segments` and `sharing_samples`.
         # All three are empty outside of a call. run() owns them: it and what it calls fill them, and it empties
@@ -229,25 +235,43 @@ class Region:
         """
         # While tracing, read none of the attributes below: each would be a guard of the graph.
         call_context: Callable[[], AbstractContextManager[None]] = nullcontext
+        kinds: tuple[Any, ...] | None = None
         if not torch.compiler.is_compiling():
             if self._tree is None or not self._tree.is_unchanged():
                 self.attach(module)
             # Check arguments before a call that may be compiled: Dynamo buries errors that are raised in a
             # graph.
             self._check_arguments(module, args, kwargs)
+            # What the arguments are, by functions in C, because each step comes here. Code may depend on it:
+            # attention by hand that returns its weights, attention to other tokens if there is no text.
+            arguments = {**dict(zip(self.parameters, args, strict=False)), **kwargs}
+            names = sorted(arguments)
+            values = [*map(arguments.get, names)]
+            kinds = (*names, *map(type, values), *map(_FLAGS.get, map(id, values)))
+            self._is_first_of_kind = kinds not in self._kinds
+            if self._is_first_of_kind:
+                self.check.require()
             if not self.inputs_agreed:
                 call_context = self.call_context
                 if self.agree_on_inputs is not None:
-                    arguments = {**dict(zip(self.parameters, args, strict=False)), **kwargs}
                     self.agree_on_inputs(
                         {name: x for name, x in arguments.items() if name not in self._caches_by_heads}
                     )
+            if self._is_first_of_kind or not self.inputs_agreed:
                 self.check_new_code(module)
         with call_context():
             compiled = self._compiled_before
             if compiled is None or getattr(module, COMPILED_CALL) is not compiled:
-                return call(module, *args, **kwargs)
-            return self.run(lambda _, *args, **kwargs: compiled(*args, **kwargs), module, *args, **kwargs)
+                output = call(module, *args, **kwargs)
+            else:
+                output = self.run(
+                    lambda _, *args, **kwargs: compiled(*args, **kwargs), module, *args, **kwargs
+                )
+        # A call that raised is checked again.
+        if kinds is not None and self._is_first_of_kind:
+            self._kinds.add(kinds)
+            self._is_first_of_kind = False
+        return output
 
     def run(self, call: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         """Run ``call`` with sharded inputs and intercepted attention, and return its gathered outputs.
@@ -269,6 +293,8 @@ class Region:
         if self._mixes_over_ranks:
             check_exchanges(module)
         planned = PlannedAttention(self._prepared, self._joint_attention, self.bind)
+        if not torch.compiler.is_compiling() and self._is_first_of_kind and self.is_parallel:
+            planned.compared = set()
         # Test is_compiling() first: every attribute that is read while tracing becomes a guard of the graph.
         by_hand = None
         if not torch.compiler.is_compiling() and self.check.due:

@@ -121,15 +121,23 @@ class SubmoduleCalls:
                 calls = attention_calls(calls, parameters, args, kwargs)
             if interception.mode is None and not torch.compiler.is_compiling() and not self.check.due:
                 # This is what attend_to does at the dispatcher, with fewer Python calls.
-                interception.running.append(interception.planned.copy_for_calls(calls))
+                planned = interception.planned.copy_for_calls(calls)
+                interception.running.append(planned)
                 try:
-                    return call(module, *args, **kwargs)
+                    output = call(module, *args, **kwargs)
                 finally:
                     interception.running.pop()
+                if len(calls) > 1 and planned.on_one_device:
+                    planned.check_num_calls()
+                return output
             with interception.attend_to(calls) as planned:
                 if not (torch.compiler.is_compiling() or self.check.due):
-                    return call(module, *args, **kwargs)
-                return self.check.run(planned, call, module, args, kwargs)
+                    output = call(module, *args, **kwargs)
+                else:
+                    output = self.check.run(planned, call, module, args, kwargs)
+                if not torch.compiler.is_compiling() and len(calls) > 1 and planned.on_one_device:
+                    planned.check_num_calls()
+                return output
 
         return attend
 

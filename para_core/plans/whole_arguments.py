@@ -1,4 +1,4 @@
-"""Explain errors of tensors for all tokens that a user passes through a dict, past the rules of a plan.
+"""Explain errors of tensors for all tokens that the rules of a plan do not shard.
 
 ``Region.run`` calls this with an error that the model has raised. Nothing is checked before a call. Tests:
 tests/plans/test_attention_check.py.
@@ -27,7 +27,8 @@ def explain_whole_tensor(
     mesh: SequenceMesh,
 ) -> None:
     """Raise ``ValueError`` if ``error`` says that sizes differ, and a dict among the arguments holds a tensor
-    with an entry for each token of a sharded segment, which may be why. Otherwise do nothing.
+    with an entry for each token of a sharded segment, which may be why. Otherwise add a note to ``error`` if
+    it names this rank's number of tokens, and that of all.
 
     A plan has no rules for the entries of dicts such as ``joint_attention_kwargs``, because the processors
     decide what they are. ``args`` and ``kwargs`` are those of a call of ``model``, whose positional
@@ -53,6 +54,15 @@ def explain_whole_tensor(
                     "This is not supported on several ranks. Leave it out, apply it to the inputs or the output of the "
                     "transformer, or run on one rank: unparallelize_pipe(pipe)."
                 ) from error
+    for total, segment in totals.items():
+        size_on_rank = segment.size(mesh.rank, mesh.ranks)
+        if size_on_rank in sizes:
+            error.add_note(
+                f"{model}: this rank holds {size_on_rank} of the {total} {segment.name} tokens, and something has an "
+                f"entry for each of the {total}: an argument, a mask or a table that the plan does not shard. Say in "
+                "the plan how (propose_plan, with an example that has the argument), leave it out, or run on one rank: "
+                "unparallelize_transformer(transformer)."
+            )
 
 
 def _tensors_in_dicts(arguments: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from para_core.comparison.difference import Difference, find_first_difference
 from para_core.comparison.model_inputs import ModelInputs, dims_of_plan, dims_of_tokens
 from para_core.comparison.runs import AttentionDim, ParallelRun, RankRun, run_on_one_rank, run_parallel
-from para_core.comparison.tensor_parts import relative_error, tensors_in
+from para_core.comparison.tensor_parts import relative_error, results_in
 from para_core.comparison.tolerances import compute_dtype, tolerance_of
 from para_core.comparison.virtual_ranks import device_of, first_error
 from para_core.instance.modules import uncompiled
@@ -252,7 +252,7 @@ class _Checker:
             rank, error = failed
             failure = f"rank {rank}: {type(error).__name__}: {error}{hint}"
             return CheckedCase(method, ranks, tokens, failure=failure)
-        outputs = [tensors_in(result.outcome.output) for result in results]
+        outputs = [results_in(result.outcome.output) for result in results]
         may_be_some = self._run.forward is not None
         try:
             largest = _error_of_ranks(outputs, expected, results[0].segments, may_be_some=may_be_some)
@@ -301,13 +301,13 @@ class _Checker:
             outcome = run_on_one_rank(self._module, self._inputs)
             if outcome.error is not None:
                 raise outcome.error
-            return self._inputs, tensors_in(outcome.output)
+            return self._inputs, results_in(outcome.output)
         errors = []
         for only_tokens in (True, False):
             inputs = self._inputs.shorten(self._dims, self._total, length, only_tokens=only_tokens)
             outcome = run_on_one_rank(self._module, inputs)
             if outcome.error is None:
-                return inputs, tensors_in(outcome.output)
+                return inputs, results_in(outcome.output)
             errors.append(outcome.error)
         self._missing[length] = _NoReferenceError(
             f"{length} tokens were not checked: the model alone fails: {errors[0]}"

@@ -21,7 +21,7 @@ from para_core.cache.decision import Verdict
 from para_core.comparison.call_record import CallRecord, record_call
 from para_core.comparison.difference import Difference, compare_records
 from para_core.comparison.model_inputs import ModelInputs
-from para_core.comparison.tensor_parts import largest_error, tensors_in
+from para_core.comparison.tensor_parts import largest_error, results_in
 from para_core.comparison.tolerances import compute_dtype, tolerance_of
 from para_core.comparison.virtual_ranks import device_of
 from para_core.dataclass_fields import leaf_kinds
@@ -170,10 +170,10 @@ def _compare_with_unmodified(module: nn.Module, inputs: ModelInputs, output: Any
     """Return how far ``output`` is from that of the unmodified model, which is called here on copies of
     ``inputs``, or that memory did not suffice. Collective if the weights are sharded.
     """
-    outputs = tensors_in(output)
+    outputs = results_in(output)
     tolerance = _tolerance_for(module, outputs)
     try:
-        expected = tensors_in(_call_unmodified(module, inputs))
+        expected = results_in(_call_unmodified(module, inputs))
         if [x.shape for x in outputs] != [x.shape for x in expected]:
             return Comparison(_NOT_COMPARABLE, tolerance=tolerance)
         # This allocates, too, such as float32 copies of the outputs.

@@ -9,7 +9,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from diffusers.models.transformers.transformer_flux import FluxAttnProcessor
 from diffusers.models.transformers.transformer_glm_image import GlmImageKVCache
+from torch import nn
 
+from para_core import Attention, ContextParallelConfig, Gather, ParallelWarning, Plan, Split, apply_context_parallel
 from para_core.adapters import parallelize_pipe, parallelize_transformer
 from para_core.plans.attention_check import AttentionCheck
 from tests.adapters.test_transformers import SIZES, call
@@ -28,44 +30,22 @@ def parallel_pipe():
     return parallelize_pipe(flux_pipe(), mesh=cpu_mesh(1, 2))
 
 
-def bypass():
-    """Return the outputs of FLUX transformers, after they had a user's processor in one block."""
-    outputs = []
-    for path in ("transformer_blocks.1.attn", "single_transformer_blocks.0.attn"):
-        transformer = parallelize_transformer(flux_transformer(), mesh=cpu_mesh(1, 2))
-        transformer.get_submodule(path).set_processor(HandMade())
-        with torch.no_grad():
-            for _ in range(2):  # The second call is refused too.
-                with pytest.raises(RuntimeError, match=rf"{path} .*HandMade.* 2 ranks"):
-                    transformer(**flux_inputs(13, 5))
-            transformer.get_submodule(path).set_processor(FluxAttnProcessor())
-            outputs.append(transformer(**flux_inputs(13, 5)).sample)
-    return outputs
-
-
-def test_one_module_that_bypasses_sdpa_is_named_on_every_rank(rank_pool):
-    with torch.no_grad():
-        expected = flux_transformer()(**flux_inputs(13, 5)).sample
-    for outputs in rank_pool.run(bypass, 2):
-        assert max(relative_error(out, expected) for out in outputs) < 1e-5
-
-
 def change_processors():
     """Change processors between generations, in a callback, and on one rank. Return generations without these."""
-    pipe = parallel_pipe()
-    images = [pipe(**flux_call()).images]
-    attn = pipe.transformer.transformer_blocks[0].attn
-    processor = attn.processor
+    pipe, images = parallel_pipe(), []
+    for path in ("single_transformer_blocks.0.attn", "transformer_blocks.0.attn"):
+        attn, processor = pipe.transformer.get_submodule(path), FluxAttnProcessor()
+        attn.set_processor(HandMade())
+        for run in (lambda: pipe(**flux_call()), lambda: pipe.transformer(**flux_inputs(13, 5))):
+            with torch.no_grad(), pytest.raises(RuntimeError, match=rf"{path} .*HandMade.* 2 ranks"):
+                run()
+        attn.set_processor(processor)
+        images.append(pipe(**flux_call()).images)
 
     def bypass_from_now_on(pipe, step, timestep, tensors):
         attn.set_processor(HandMade())
         return tensors
 
-    attn.set_processor(HandMade())
-    with pytest.raises(RuntimeError, match="2 ranks"):
-        pipe(**flux_call())
-    attn.set_processor(processor)
-    images.append(pipe(**flux_call()).images)
     with pytest.raises(RuntimeError, match=r"transformer_blocks\.0\.attn .*HandMade"):
         pipe(**{**flux_call(), "num_inference_steps": 3}, callback_on_step_end=bypass_from_now_on)
     if dist.get_rank() == 0:
@@ -79,13 +59,8 @@ def change_processors():
 def replace_sdpa():
     """Return a generation after one that raised before the pipeline ran, because SDPA was replaced."""
     pipe = parallel_pipe()
-    original = F.scaled_dot_product_attention
-
-    def patched(query, key, value, **options):
-        return original(query, key, value, **options)
-
-    named = r"replace_sdpa\.<locals>\.patched.* 2 ranks"
-    with mock.patch.object(F, "scaled_dot_product_attention", patched), pytest.raises(RuntimeError, match=named):
+    patch = mock.patch.object(F, "scaled_dot_product_attention", lambda *args, **options: None)
+    with patch, pytest.raises(RuntimeError, match=r"replace_sdpa\.<locals>\.<lambda>.* 2 ranks"):
         pipe(**flux_call())
     return [pipe(**flux_call()).images]
 
@@ -155,6 +130,40 @@ def use_tokens_that_do_not_fit():
             pipe(**flux_call(joint_attention_kwargs={"token_weights": weights}))
 
 
-@pytest.mark.parametrize("job", [skip_all_blocks, use_tokens_that_do_not_fit])
+class Attends(nn.Module):
+    def forward(self, x, text=None, inside=True, weights=False, bias=0):
+        if inside:  # of each token
+            x = F.scaled_dot_product_attention(*[x[:, :, None]] * 3)[:, :, 0]
+        x = F.scaled_dot_product_attention(x, *[x if text is None else text] * 2) + bias
+        return (x @ x.mT).softmax(-1) @ x if weights else x
+
+
+class Outer(nn.ModuleList):
+    def forward(self, x, **options):
+        return self[0](x, **options)
+
+
+def switch_on_other_code():
+    """Calls with other arguments than the first one attend by hand, or not as the plan says."""
+    models, x = {}, torch.randn(2, 13, 8)
+    for keys in (None, ("text",)):
+        calls = {"0": (Attention(("one",)), Attention(("image",), keys))}
+        plan = Plan({"x": Split(1, "image")}, {"": Gather(1, "image")}, ("image",), attention=calls)
+        models[keys] = Outer([Attends()])
+        apply_context_parallel(models[keys], ContextParallelConfig(mesh=cpu_mesh(1, 2)), plan)
+        models[keys](x, text=None if keys is None else x[:, :5], weights=False)
+    with pytest.warns(ParallelWarning, match="by hand"):
+        models[None](x, weights=True)
+    for keys, options, message in [
+        (None, {"inside": False}, "1 of the 2 attention calls"),
+        (("text",), {}, "keys that differ"),
+        (None, {"bias": x}, r"\(13\)"),
+    ]:
+        with pytest.raises(RuntimeError, match=message) as caught:
+            models[keys](x, **options)
+    assert f"holds {7 - dist.get_rank()} of the 13 image tokens" in caught.value.__notes__[0]
+
+
+@pytest.mark.parametrize("job", [skip_all_blocks, use_tokens_that_do_not_fit, switch_on_other_code])
 def test_errors_name_what_skips_blocks_and_which_tokens_do_not_fit(rank_pool, job):
     rank_pool.run(job, 2)

@@ -1,7 +1,7 @@
 """check_parallel finds what differs on several ranks, names the module, and leaves the model as it is."""
 
 import threading
-from dataclasses import dataclass, replace
+from dataclasses import make_dataclass, replace
 
 import pytest
 import torch
@@ -77,12 +77,6 @@ def gather_twice(cp, model, x):
     return shard_input(cp, model, x).flip(1)
 
 
-@dataclass(frozen=True)
-class Inputs:
-    x: torch.Tensor
-    scale: torch.Tensor
-
-
 class OfInputs(Model):
     def forward(self, inputs):
         return super().forward(inputs.x * inputs.scale)
@@ -125,6 +119,7 @@ def of_inputs(dim):
     return OfInputs(), {"inputs": Inputs(torch.randn(2, 12, 4), torch.randn(1, 12, 1)), "dim": dim}
 
 
+Inputs = make_dataclass("Inputs", ["x", "scale"])
 BLOCKS = create_block_mask(lambda b, h, q, k: q >= k, None, None, 12, 12, device="cpu", BLOCK_SIZE=4)
 ROWS = torch.ones(12, 12, dtype=torch.bool).tril()[None, None]
 FORBID = {"result": lambda y: y.masked_fill(torch.arange(4) == 1, float("-inf"))}
@@ -188,6 +183,7 @@ DIFFERENCES = {
     "an exception": (lambda: layers(Fails(5, ArithmeticError), tokens=11), "", "ArithmeticError: 5 tokens"),
     # It fails before attention, in which the first rank waits.
     "an exception of the second": (lambda: layers(Fails(6, IndexError), Model(), tokens=13, width=4), "0", "6 tokens"),
+    "a number of tokens": (lambda: pixels(make(result=lambda y: (y, y.shape[1]))), "", "outside of them"),
     # No rank has more than six tokens.
     "an output ranks lack": (lambda: pixels(make(result=lambda y: (y, y) if y.shape[1] > 6 else (y,))), "", "[1, 1]"),
 }

@@ -93,11 +93,7 @@ def processor(transformer):
 
 
 # Changes by which a transformer uses its number of tokens, and the first module that differs.
-PLACES = {
-    Subclass: "",
-    hook: "transformer_blocks.0",
-    processor: "single_transformer_blocks.0.attn",
-}
+PLACES = {Subclass: "", hook: "transformer_blocks.0", processor: "single_transformer_blocks.0.attn"}
 OF_SAMPLES = replace(FLUX.plan, batched=samples_in_dim_0("pooled_projections"), common=("img_ids", "txt_ids"))
 
 
