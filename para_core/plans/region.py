@@ -79,6 +79,7 @@ from para_core.torch_internals import (
 )
 from para_core.user_warnings import WarningLog
 
+ArgumentKinds = tuple[Any, ...]
 # The flags among arguments, by their ids: a comparison with == would compare the values of tensors.
 _FLAGS = {id(flag): flag for flag in (True, False)}
 
@@ -134,7 +135,7 @@ class Region:
         self.check = AttentionCheck(self.mesh.ranks, self.written_for, self._current_attention)
         self._warnings = WarningLog()
         # The kinds of arguments with which a call has passed, and whether those of the current call are others.
-        self._kinds: set[tuple[Any, ...]] = set()
+        self._kinds: set[ArgumentKinds] = set()
         self._is_first_of_kind = False
 
         # -- The state of the current call: `interceptions`, `executor.segments` and `sharing_samples`.
@@ -235,19 +236,15 @@ class Region:
         """
         # While tracing, read none of the attributes below: each would be a guard of the graph.
         call_context: Callable[[], AbstractContextManager[None]] = nullcontext
-        kinds: tuple[Any, ...] | None = None
+        kinds: ArgumentKinds | None = None
         if not torch.compiler.is_compiling():
             if self._tree is None or not self._tree.is_unchanged():
                 self.attach(module)
             # Check arguments before a call that may be compiled: Dynamo buries errors that are raised in a
             # graph.
             self._check_arguments(module, args, kwargs)
-            # What the arguments are, by functions in C, because each step comes here. Code may depend on it:
-            # attention by hand that returns its weights, attention to other tokens if there is no text.
             arguments = {**dict(zip(self.parameters, args, strict=False)), **kwargs}
-            names = sorted(arguments)
-            values = [*map(arguments.get, names)]
-            kinds = (*names, *map(type, values), *map(_FLAGS.get, map(id, values)))
+            kinds = _kinds_of(arguments)
             self._is_first_of_kind = kinds not in self._kinds
             if self._is_first_of_kind:
                 self.check.require()
@@ -476,6 +473,17 @@ class Region:
 
 
 PLANNED_CALLS.add(Region.run.__code__)
+
+
+def _kinds_of(arguments: dict[str, Any]) -> ArgumentKinds:
+    """Return the names and types of ``arguments``, and the values of flags among them.
+
+    Which code a model runs may depend on them: attention by hand if it has to return weights, attention to other
+    tokens if there is no text. Each step comes here, so the work is that of functions in C.
+    """
+    names = sorted(arguments)
+    values = [*map(arguments.get, names)]
+    return (*names, *map(type, values), *map(_FLAGS.get, map(id, values)))
 
 
 def mesh_of_plan(module: nn.Module) -> SequenceMesh | None:
