@@ -59,6 +59,18 @@ class LocalAttentionCall(NamedTuple):
                 mask = mask.clamp(min=-largest / 2).to(query.dtype).masked_fill_(hidden, -inf)
         return LocalAttentionCall(query, key, value, mask, False, scale)
 
+    def with_dense_rows(self) -> LocalAttentionCall:
+        """Return the call with query, key and value whose last dim has stride 1.
+
+        PyTorch's fused backends take no other tensors. SDPA chooses none of them then, but a backend that the
+        user named is called directly, and FlashAttention on a CPU would read wrong memory without an error.
+        """
+        query, key, value = self.query, self.key, self.value
+        if query.stride(-1) == key.stride(-1) == value.stride(-1) == 1:
+            return self
+        query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
+        return self._replace(query=query, key=key, value=value)
+
     def expand_key_heads(self) -> LocalAttentionCall:
         """Return the call with one key head per query head."""
         heads, key_heads = self.query.shape[1], self.key.shape[1]
