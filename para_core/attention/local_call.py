@@ -32,8 +32,8 @@ class LocalAttentionCall(NamedTuple):
     def fold(self) -> LocalAttentionCall:
         """Return the call with its causal mask merged into ``mask``, so that at most one of them is set.
 
-        The mask gets a dtype that SDPA accepts: bool or that of ``query``; on a CPU also float32. Without a
-        mask the call is returned unchanged.
+        The mask gets a dtype that SDPA accepts: bool, or that of :func:`bias_dtype`. Without a mask the call is
+        returned unchanged.
         """
         query, key, value, mask, is_causal, scale = self
         if mask is None:
@@ -120,8 +120,11 @@ class LocalAttentionCall(NamedTuple):
 
 
 def bias_dtype(mask: Tensor, query: Tensor) -> torch.dtype:
-    """Return the dtype in which SDPA takes ``mask`` as an additive mask: that of ``query``; on a CPU also float32."""
-    if mask.dtype == torch.float32 and query.is_cpu:
+    """Return the dtype in which SDPA takes ``mask`` as an additive mask: that of ``query``; on a CPU also float32.
+
+    With float64 queries SDPA takes a float32 mask too, but the result of torch 2.13 is wrong from 16 keys on.
+    """
+    if mask.dtype == torch.float32 and query.is_cpu and query.dtype != torch.float64:
         return mask.dtype
     return query.dtype
 
