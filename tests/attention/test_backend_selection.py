@@ -93,16 +93,12 @@ REFUSED = {
             (check_some_backend, X[0], X[2]),
         ]
     },
-    "flash with a mask": (
-        lambda: local_attention(LocalAttentionCall(*ON_GPU, GPU_MASK), backend="flash"),
-        r"flash.* attn_mask",
-    ),
     "flash of two widths": (lambda: attend("flash", X[0], X[1], X[2][..., :3]), r"flash.* head dim; .* and 3"),
     "flash of a rectangle": (
         lambda: local_attention_with_lse(LocalAttentionCall(*ON_GPU, is_causal=True), backend="flash"),
         r"flash.* 5 .*7 ",
     ),
-    "flash with a mask, at the start": (
+    "flash with a mask": (
         lambda: check_some_backend(ON_GPU[0], ON_GPU[2], mask=GPU_MASK, backend="flash"),
         r"flash.* attn_mask",
     ),

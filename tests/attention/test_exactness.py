@@ -39,7 +39,6 @@ CALLS = [
     Case(13, 3, options={"scale": 1.7, **CAUSAL}),
     Case(3, 1, options={"scale": -0.3}),
     Case(1, 2, D=5, options=CAUSAL),
-    Case(2, 5, D=16),
     Case(70, 6, D=24),
     # Other lengths of keys, other widths of values, grouped heads.
     Case(13, 3, S_k=5, D_v=20),
