@@ -47,6 +47,11 @@ def check_backend(
         raise RuntimeError(
             f'backend="{backend}" needs a CUDA device, and query is on the CPU. Name another backend, or none.'
         )
+    elif backend == "flash" and query.shape[-1] != value.shape[-1]:
+        raise RuntimeError(
+            f"backend='flash' takes a query and a value of the same head dim; these have {query.shape[-1]} and "
+            f"{value.shape[-1]}. Name another backend, or none."
+        )
     elif backend == "flash" and not query.is_cpu:
         # PyTorch's FlashAttention operator on CUDA would silently compute these calls wrongly: it has no
         # argument for a mask (see transformers/cuda/sdp_utils.cpp, check_flash_causal_non_square_seqlens).

@@ -220,7 +220,7 @@ def settle_masks(
         sizes = _sizes_with_absent(sizes, spec)
         if mask is None:
             mask = _make_open_mask(codes.pop(), query, sizes[mesh.rank])
-    mask, sizes = _with_broadcast_rows(mask, sizes, layout, mesh.rank)
+    mask, sizes = _with_broadcast_rows(mask, sizes, spec, mesh.rank)
     extents = infer_mask_extents(sizes, layout, spec.key_layout, range(mesh.ranks))
     bits = [record.row_bits for record in mask_records]
     if extents == MaskExtents("local", "global"):
@@ -353,15 +353,18 @@ def _make_open_mask(code: int, query: Tensor, last: tuple[int, int]) -> Tensor:
 
 
 def _with_broadcast_rows(
-    mask: Tensor | None, sizes: list[tuple[int, int]], layout: SequenceLayout, rank: int
+    mask: Tensor | None, sizes: list[tuple[int, int]], spec: AttentionSpec, rank: int
 ) -> tuple[Tensor | None, list[tuple[int, int]]]:
     """Give a rank without queries a mask of one row, if the mask of every other rank has one row for all
     queries.
 
     Return the mask of this rank and the mask sizes of all ranks, both unchanged if the condition is not met.
     """
-    num_queries = layout.sizes()
+    num_queries, keys = spec.query_layout.sizes(), spec.key_layout
     without = [other for other, (rows, _) in enumerate(sizes) if rows == 0 and num_queries[other] == 0]
+    if any(0 < sizes[other][1] == keys.size(other) < keys.total for other in without):
+        # The columns are for this rank's own keys, and without a row nobody knows which of them it hides.
+        return mask, sizes
     if not without or any(rows != 1 for other, (rows, _) in enumerate(sizes) if other not in without):
         return mask, sizes
     if all(num_queries[other] <= 1 for other in range(len(num_queries))):

@@ -117,6 +117,7 @@ def local_attention_with_lse(
         call = call.fold()
     if backend is not None:
         choice = OF_PYTORCH[backend]
+        call = call.with_dense_rows()
     elif choice is None:
         choice = choose_backend(call)
     if key.shape[1] != query.shape[1]:
@@ -228,10 +229,12 @@ def local_attention_backward(
             forward = OF_PYTORCH.get(backend)
         if forward is None:
             forward = choose_backend(call)
+        else:
+            call = call.with_dense_rows()
         choice = backward_of(forward, query, value)
     call = with_supported_heads(call, choice)
     grad_query, grad_key, grad_value, *rest = BACKWARD[choice](call, grad_out, out, lse)
-    if call.key is not key:  # Key heads were expanded, so sum the gradients of their copies.
+    if call.key.shape[1] != key.shape[1]:  # Sum the gradients of the copies of each key head.
         grad_key, grad_value = (x.unflatten(1, (key.shape[1], -1)).sum(2) for x in (grad_key, grad_value))
     grad_mask = None
     if mask_gradient:

@@ -32,8 +32,8 @@ class LocalAttentionCall(NamedTuple):
     def fold(self) -> LocalAttentionCall:
         """Return the call with its causal mask merged into ``mask``, so that at most one of them is set.
 
-        The mask gets a dtype that SDPA accepts: bool or that of ``query``; on a CPU also float32. Without a
-        mask the call is returned unchanged.
+        The mask gets a dtype that SDPA accepts: bool, or that of :func:`bias_dtype`. Without a mask the call is
+        returned unchanged.
         """
         query, key, value, mask, is_causal, scale = self
         if mask is None:
@@ -58,6 +58,18 @@ class LocalAttentionCall(NamedTuple):
                 hidden = mask == -inf
                 mask = mask.clamp(min=-largest / 2).to(query.dtype).masked_fill_(hidden, -inf)
         return LocalAttentionCall(query, key, value, mask, False, scale)
+
+    def with_dense_rows(self) -> LocalAttentionCall:
+        """Return the call with query, key and value whose last dim has stride 1.
+
+        PyTorch's fused backends take no other tensors. SDPA chooses none of them then, but a backend that the
+        user named is called directly, and FlashAttention on a CPU would read wrong memory without an error.
+        """
+        query, key, value = self.query, self.key, self.value
+        if query.stride(-1) == key.stride(-1) == value.stride(-1) == 1:
+            return self
+        query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
+        return self._replace(query=query, key=key, value=value)
 
     def expand_key_heads(self) -> LocalAttentionCall:
         """Return the call with one key head per query head."""
@@ -108,8 +120,11 @@ class LocalAttentionCall(NamedTuple):
 
 
 def bias_dtype(mask: Tensor, query: Tensor) -> torch.dtype:
-    """Return the dtype in which SDPA takes ``mask`` as an additive mask: that of ``query``; on a CPU also float32."""
-    if mask.dtype == torch.float32 and query.is_cpu:
+    """Return the dtype in which SDPA takes ``mask`` as an additive mask: that of ``query``; on a CPU also float32.
+
+    With float64 queries SDPA takes a float32 mask too, but the result of torch 2.13 is wrong from 16 keys on.
+    """
+    if mask.dtype == torch.float32 and query.is_cpu and query.dtype != torch.float64:
         return mask.dtype
     return query.dtype
 

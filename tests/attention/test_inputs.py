@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import para_core
-from para_core import BatchParallelAttnMode, UnifiedAttnMode, unified_attention
+from para_core import BatchParallelAttnMode, Segment, SequenceLayout, UnifiedAttnMode, unified_attention
 from para_core.attention.sdpa_call import SdpaCall
 from tests.attention.cases import cpu_mesh, own_attention
 from tests.attention.one_device import make_qkv, relative_error
@@ -212,6 +212,8 @@ def test_own_attention_computes_and_needs_lse_for_a_ring(rank_pool):
 
 # -- What is refused on every rank.
 
+TWO, ALL = (SequenceLayout([Segment(x, size) for x in "ab"], 2) for size in (1, 6))
+
 
 def refuse():
     mesh = cpu_mesh(1, 2)
@@ -240,6 +242,9 @@ def refuse():
                 r"sparse": lambda: [sdpa(q, k, v, x) for x in (torch.ones(1, 12), torch.ones(1, 12).to_sparse())],
             }
             if not assume_equal:
+                # Rank 1 has keys and no query, so that its mask of these keys has no row.
+                padding = PADDING[: k.shape[2]].expand(2 - 2 * mesh.get_rank(), -1)
+                rows["dim 1, 0;"] = partial(attend, q[:, :, : len(padding)], k, v, padding, layout=TWO, key_layout=ALL)
                 rows["need_weights=False"] = lambda: module(x, x, x, need_weights=mesh.get_rank() == 1)
                 fails = mock.patch("para_core.attention.call_agreement.describe_rows", side_effect=RuntimeError("GPU"))
                 on_one = fails if mesh.get_rank() == 1 else lambda call: call
