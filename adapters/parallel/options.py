@@ -31,9 +31,11 @@ from para_core.option_values import METHOD_WITH_BITS, RotateMethod
 from para_core.pipeline_options import AttentionChoices, PipelineChoices
 from para_core.weights.pipefusion_options import PipeFusion
 
-# Options that also apply to denoisers without a transformer, such as UNets. A new option that is missing here is
-# refused for these. weights= applies to them as well, except for "tensor".
-_OF_ALL_DENOISERS = frozenset({"mesh", "assume_equal", "timeout", "vae", "text_encoders", "vae_placement"})
+# Options of a pipeline that are not for its denoiser alone: where the other components run and have their weights.
+_OF_OTHER_COMPONENTS = frozenset(PipelineChoices.__annotations__) - {"resident_blocks"}
+# Options that also apply to denoisers without a transformer, such as UNets. A new option of this file that is missing
+# here is refused for them. weights= applies to them as well, except for "tensor".
+_OF_ALL_DENOISERS = _OF_OTHER_COMPONENTS | {"mesh", "assume_equal", "timeout"}
 
 
 @dataclass(frozen=True, kw_only=True)
