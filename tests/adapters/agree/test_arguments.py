@@ -93,7 +93,7 @@ VIDEOS = [[*random_video(2, 8, 8), image] for image in IMAGES]
         (Image.new("P", (2, 2), "red"), Image.new("P", (2, 2), "blue")),
         (np.array(["a", {}], object), np.array(["b", {}], object)),
         (uuid.SafeUUID.safe, uuid.SafeUUID.unsafe),
-        (re.RegexFlag(0), re.RegexFlag(1 << 20)),
+        (re.RegexFlag(1 << 20), re.RegexFlag(1 << 21)),
         (Decimal("0.1"), Decimal("0.2")),
         ({"a", "b"}, {"a", "c"}),
         (range(5), range(6)),
