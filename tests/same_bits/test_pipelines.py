@@ -117,8 +117,7 @@ def compiled():
 
 
 def guide_with_one_row():
-    pipe = PIPELINES["cogvideox 1.5, image"].build()
-    parallelize_pipe(pipe, mesh=cpu_mesh(1, 1, batch=2), same_bits=True)
+    pipe = parallelize_pipe(PIPELINES["cogvideox 1.5, image"].build(), mesh=cpu_mesh(1, 1, batch=2), same_bits=True)
     with pytest.raises(ValueError, match="ofs of CogVideoXTransformer3DModel has one row for all 2 samples"):
         generate(pipe, "cogvideox 1.5, image")
 
