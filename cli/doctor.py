@@ -14,7 +14,7 @@ from para_core.fleet.result_files import require_file
 
 def doctor(
     out: Annotated[Path | None, option("JSON file for what was measured.", "FILE")] = None,
-    ring: Annotated[int | None, option("Size of the ring mesh dim; other ranks go to ulysses.", "N")] = None,
+    ring: Annotated[int | None, option("Largest ring mesh dim; other ranks go to ulysses.", "N")] = None,
     cpu: Annotated[bool, flag("--cpu", "Use the CPU and gloo.")] = False,
     config: options.OptionFiles = None,
     debug: options.DebugOption = False,

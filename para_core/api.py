@@ -1,6 +1,7 @@
 """The public names of :mod:`para_core` that need torch. The package imports this module when one is first accessed.
 
-``launch``, ``Cancelled``, ``RankDied`` and ``__version__`` are public too, and imported without torch:
+Those of :mod:`para_core.adapters`, such as ``parallelize_pipe``, are in ``adapters/api.py``. ``launch``,
+``Cancelled``, ``RankDied`` and ``__version__`` are public too, and imported without torch:
 ``para_core/__init__.py``. A name is one line, so that an optional feature is removed with its lines.
 ``tests/lift_out.py`` and ``docs/site/hooks.py`` read these lines without importing them, so nothing but
 ``from … import name as name`` stands here. Tests: tests/test_lift_out.py, tests/cli/test_help.py.

@@ -183,7 +183,7 @@ def _attend(qkv: Sequence[Tensor]) -> Tensor:
 
 
 def make_mesh(ranks: ExaminedRanks, report: DoctorReport, ring: int) -> DeviceMesh:
-    """Return a new mesh of all ranks, ``ring`` of them along the ring, and report its shape."""
+    """Return a new mesh of all ranks, at most ``ring`` of them along the ring, and report its shape."""
     mesh = init_context_parallel_mesh(ranks.device.type, max_ring_dim_size=ring)
     ranks.gather(None)
     report.add("mesh", f"batch × ring × ulysses = {' × '.join(map(str, mesh.mesh.shape))}")
@@ -203,13 +203,13 @@ def check_exactness(ranks: ExaminedRanks, report: DoctorReport, mesh: DeviceMesh
         result = cp.gather(_attend([cp.shard(x, dim=2) for x in qkv]), dim=2)
     errors = [float((out.cpu().double() - exact).norm() / exact.norm()) for out in (result, _attend(qkv))]
     meshed, single = zip(*ranks.gather(errors), strict=True)
-    on_mesh, on_one_device = max(meshed), min(single)
+    # An error that is NaN is wrong, too. max() of Python passes over a NaN of a later rank, that of torch does not.
+    on_mesh, on_one_device = float(torch.tensor(meshed, dtype=torch.float64).max()), min(single)
     text = f"error {on_mesh:.1e}, of one device {on_one_device:.1e} (against float64; {heads} heads, {tokens} tokens)"
     rounding = 1e-3
     if ranks.dtype == torch.float32:
         rounding = 1e-6
     advice = ""
-    # An error that is NaN is wrong, too.
     wrong = not on_mesh <= 2 * on_one_device + rounding
     if wrong:
         advice = "results over these ranks are wrong. Compare torch and NCCL versions, and report this table."
@@ -307,7 +307,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m para_core.doctor", description=__doc__)
     parser.add_argument("--output", type=Path, help="JSON file to write")
     parser.add_argument(
-        "--ring", type=int, help="size of the ring mesh dim; the remaining ranks go to ulysses"
+        "--ring", type=int, help="maximum size of the ring mesh dim; the remaining ranks go to ulysses"
     )
     parser.add_argument("--cpu", action="store_true", help="use the CPU and gloo")
     options = parser.parse_args(arguments)
@@ -324,7 +324,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def check_ring(ring: int | None) -> None:
-    """Raise ``ValueError`` if ``ring``, the size of a mesh dim, is not positive."""
+    """Raise ``ValueError`` if ``ring``, the maximum size of a mesh dim, is not positive."""
     if ring is not None and ring < 1:
         raise ValueError(f"ring is {ring}: expected a positive number of ranks.")
 
@@ -334,8 +334,9 @@ def examine_machine(out: Path | None = None, *, ring: int | None = None, cpu: bo
     broken, else 0.
 
     Args:
-        ring: Size of the ``ring`` mesh dim; the remaining ranks form ``ulysses``. Defaults to 2 for an even
-            number of at least 4 ranks, else 1.
+        ring: Maximum size of the ``ring`` mesh dim, which gets the largest divisor of the number of ranks up
+            to this; the remaining ranks form ``ulysses``. Defaults to 2 for an even number of at least 4
+            ranks, else 1.
         cpu: Whether to use the CPU and gloo although there is a GPU.
 
     Raises:

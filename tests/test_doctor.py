@@ -11,6 +11,7 @@ import torch.distributed as dist
 from para_core import doctor
 from para_core.doctor import check_exactness, check_versions, examine
 from para_core.doctor_report import BROKEN, CHANGE, OK, DoctorReport, ExaminedRanks
+from para_core.modes.unified import UnifiedAttnMode
 from tests.gpus import gpu_named
 from tests.tiny import cpu_mesh
 
@@ -34,25 +35,25 @@ def finding_of(check, *args):
 
 def examine_with_faults():
     """Return the report of healthy ranks, and findings or the report with a fault on one rank."""
-    mesh, attend = cpu_mesh(1, 2), doctor._attend
+    mesh, attend, gather = cpu_mesh(1, 2), doctor._attend, UnifiedAttnMode.gather
 
     def wrong(qkv):
         return attend(qkv) * (1.001 if qkv[0].dtype == torch.float32 and dist.get_rank() == 1 else 1.0)
 
-    def version(name):
-        return f"2.{11 + dist.get_rank()}.0"
+    def lose(cp, out, dim):
+        return gather(cp, out, dim=dim) * (torch.nan if dist.get_rank() == 1 else 1.0)
 
-    def refuse(*_, **__):
-        raise RuntimeError("ranks [0, 1] on host a all have the current device 0, and NCCL takes one rank per GPU")
-
+    refuse = mock.Mock(side_effect=RuntimeError(f"ranks [0, 1] {doctor.SHARED_GPU}"))
     count_cores = mock.Mock(return_value=1, side_effect=OSError("no cores") if dist.get_rank() == 1 else None)
     with in_short():
         healthy = examine(this_rank())
         with mock.patch.object(doctor, "init_context_parallel_mesh", refuse), mock.patch("os.cpu_count", count_cores):
             without_mesh = examine(this_rank())
     with mock.patch.object(doctor, "_attend", wrong):
-        attention = finding_of(check_exactness, mesh)
-    with mock.patch("importlib.metadata.version", version):
+        attention = [finding_of(check_exactness, mesh)]
+    with mock.patch.object(UnifiedAttnMode, "gather", lose):
+        attention.append(finding_of(check_exactness, mesh))
+    with mock.patch("importlib.metadata.version", lambda name: f"2.{11 + dist.get_rank()}.0"):
         return healthy, without_mesh, attention, finding_of(check_versions)
 
 
@@ -66,8 +67,8 @@ def test_faults_of_a_rank_are_found_on_all(rank_pool):
     assert dim["size"] == 2 and dim["latency"] > 0 and dim["bytes per second"] > 0
     # The report describes the slowest rank, on all ranks.
     assert second.figures == healthy.figures
-    for _, _, attention, _ in results:
-        assert attention.verdict == BROKEN and "NCCL" in attention.advice
+    for finding in results[0][2] + results[1][2]:
+        assert finding.verdict == BROKEN and "NCCL" in finding.advice
     assert other_versions.verdict == BROKEN
     assert "rank 1: " in other_versions.result and "torch 2.12.0" in other_versions.result
     assert "torch" in other_versions.advice

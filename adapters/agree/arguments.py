@@ -201,8 +201,9 @@ def _pieces(value: Any) -> Iterator[str | Tensor]:
         # Another rank may have it as a value of Python.
         yield repr(value.item())
     elif isinstance(value, Enum):
-        # Its value may be any object, and its name is unique, also that of several flags.
-        yield f"{type(value).__name__}.{value.name}"
+        # Its value may be any object, and its name is unique, also that of several flags. Flags without a name,
+        # such as none of them, have a number.
+        yield f"{type(value).__name__}.{value.name or value.value}"
     elif value is None or isinstance(
         value, (str, bytes, bytearray, bool, int, float, complex, range, Decimal, Fraction)
     ):
@@ -242,8 +243,8 @@ def _pieces(value: Any) -> Iterator[str | Tensor]:
         else:
             yield _hash(value.tobytes())
     else:
-        # Callbacks and other objects have no values to compare between processes, so compare their class
-        # only.
+        # Callbacks and other objects have no values to compare between processes, and a path may differ between
+        # hosts, so compare their class only.
         yield f"a {type(value).__name__}"
 
 

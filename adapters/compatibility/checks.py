@@ -2,10 +2,14 @@
 
 A check is a function that raises if the model has a feature or an option that para_core cannot combine with
 what the user asks for. It is defined next to that feature. The first line of its docstring, "Refuse …", names
-the combination; docs/refusals.md is made from these lines.
+the combination; docs/refusals.md is made from these lines. ``benchmarks/refusals.py`` finds a check by its
+global name in the body of :func:`check_parallelize` or :func:`check_parallel_call`, so call it there itself,
+and not by a helper.
 
 The functions of ``adapters/parallel`` call these phases; those of the cache are in
-``adapters/cache/checks.py``. Tests: tests/adapters/compatibility/test_checks.py.
+``adapters/cache/checks.py``. A model that is called without its pipeline calls
+:func:`check_same_call_of_model`, which also compares its arguments between ranks. Tests:
+tests/adapters/compatibility/test_checks.py, and tests/adapters/agree/ for the comparison.
 """
 
 from __future__ import annotations

@@ -157,7 +157,7 @@ def read_block_mask(block_mask: Tensor, block_size: int | tuple[int, int]) -> Bl
         block_size: Tokens per block of queries and of keys, or a pair ``(of queries, of keys)``.
 
     Raises:
-        TypeError, ValueError: An argument has a wrong type, dtype or shape.
+        TypeError, ValueError: An argument has a wrong type, layout, dtype or shape.
         RuntimeError: The call is inside a compiled function.
     """
     if torch.compiler.is_compiling():
@@ -176,6 +176,10 @@ def read_block_mask(block_mask: Tensor, block_size: int | tuple[int, int]) -> Bl
         )
     if not isinstance(block_mask, Tensor):
         raise TypeError(f"block_mask is a {type(block_mask).__name__}; expected a bool tensor.")
+    if block_mask.layout != torch.strided or block_mask.is_nested:
+        raise ValueError(
+            "block_mask is a sparse or nested tensor; expected a dense one, such as block_mask.to_dense()."
+        )
     if block_mask.dtype != torch.bool or block_mask.ndim != 2:
         raise ValueError(
             f"block_mask is {block_mask.dtype} {list(block_mask.shape)}; expected torch.bool [blocks of queries, "

@@ -2,7 +2,7 @@
 
 This file says which attention a step has. ``adapters/parallel/scheduled_attention.py`` sets it before each
 step of a pipeline. Tests: tests/adapters/test_attention_options.py and
-tests/adapters/test_schedule_of_keys.py.
+tests/adapters/test_schedule_of_keys.py; what is refused, in tests/adapters/test_refused_options.py.
 """
 
 from __future__ import annotations

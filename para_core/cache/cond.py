@@ -45,7 +45,8 @@ def cond(
             call.
         if_true, if_false: Functions that return the outputs, a tuple of tensors and None.
         present: Indices of the outputs that are tensors; the others are None.
-        inputs: Tensors with the shapes that the outputs have.
+        inputs: Tensors with the shapes that the outputs have, which is not checked again here: the first call of
+            a branch of CFG runs without ``cond``, and raises in ``BlockRole.require_outputs``.
 
     Raises:
         RuntimeError: A function returned None for an output of ``present``.

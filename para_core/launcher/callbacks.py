@@ -169,7 +169,9 @@ def readable_attributes(pipe: Any) -> dict[str, Any]:
 class CallbackPipe:
     """The pipeline argument of a callback in the caller. The pipeline's plain attributes can be read and set.
 
-    Its own state is in ``vars(self)``, because attributes are those of the pipeline.
+    Setting ``_guidance_scale`` changes ``guidance_scale``, too. Other properties that are computed from it, such as
+    ``do_classifier_free_guidance``, keep their values until the next callback. Its own state is in
+    ``vars(self)``, because attributes are those of the pipeline.
     """
 
     def __init__(self, attributes: Mapping[str, Any]) -> None:

@@ -56,7 +56,8 @@ def convert_published_plan(cp_plan: Mapping[str, Any]) -> Plan:
         "**.attn2": (Attention(("hidden_states",), ("encoder_hidden_states",)),),
     }
     plan = Plan(inputs, outputs, _PUBLISHED_STREAMS, inner, attention)
-    if not (plan.splits("hidden_states") and outputs):
+    gathers = [gather for entries in outputs.values() for gather in entries if gather is not None]
+    if not (plan.splits("hidden_states") and gathers):
         raise ValueError(f"a plan must split 'hidden_states' and gather an output; got {dict(cp_plan)}.")
     return plan
 

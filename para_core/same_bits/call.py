@@ -51,7 +51,11 @@ class _ModelFunctions:
     """A snapshot of what decides which functions a call of a model runs, besides its arguments.
 
     Hooks are left out: a user may register one on a single rank, to log for example, and that rank would
-    begin a check alone. A model has over a thousand modules, so :meth:`is_unchanged` is made of loops in C.
+    begin a check alone. Ranks compare processors by class and replaced ``forward`` functions by number only
+    (``describe_code`` of ``adapters/inspect/attention_names.py``), so a rank that alone replaces one by
+    another of its kind still does: its check ends with the time-out of all ranks.
+
+    A model has over a thousand modules, so :meth:`is_unchanged` is made of loops in C.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -92,7 +96,7 @@ class _ModelFunctions:
         with DisableTorchFunction():
             dtypes = [weight.dtype for weight in weights]
         adapters = [
-            (layer.disable_adapters, *layer.active_adapters, *layer.merged_adapters)
+            (layer.disable_adapters, tuple(layer.active_adapters), tuple(layer.merged_adapters))
             for layer in self._adapted
         ]
         return (*map(type, weights), *dtypes, *adapters)
@@ -108,7 +112,7 @@ class SameBitsCalls:
 
     def __init__(self, module: nn.Module, mesh: GuidedMesh) -> None:
         self.module, self._mesh = module, mesh
-        # The findings of each call with which ranks have the bits of one process, by what it was checked for.
+        # The findings of each checked call, by the kinds of its arguments and of the model.
         self._checked: dict[tuple[Any, ...], Found] = {}
         self._functions: _ModelFunctions | None = None
         # Those of the current call: _run sets both, and _run_part, which runs inside of it, reads them. A

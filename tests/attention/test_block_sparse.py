@@ -139,6 +139,7 @@ REFUSED = [
     (torch.ones(3, 4, dtype=torch.bool), 4, r"block_mask.* 3 × 4 .* 4 × 4 .* 4 × 4 "),
     (torch.ones(4, 4), 4, r"block_mask.* torch\.float32 \[4, 4\].*torch\.bool"),
     (ALL[None], 4, r"block_mask.* torch\.bool \[1, 4, 4\].*torch\.bool"),
+    (ALL.to_sparse(), 4, "block_mask.* sparse"),
     (ALL, 0, r"block_size.* 0"),
     ("1111", 4, r"block_mask.* str"),
     ([ALL, EYE], 4, r"ranks.* block_mask"),

@@ -224,7 +224,7 @@ REFUSED = [
     (with_example, (fused(2, 5), [noise(2, 7, 20)]), ValueError, "3 heads .*36 entries.* 5 part"),
     (with_grouped_heads, (BY_HEADS,), ValueError, r"4 heads.*\[4, 2\]"),
     (AttentionByHeads, ("tokens", ("qkv",), "out", "heads", (), (3, 1)), ValueError, r"\(3, 1\) .*qkv"),
-    (*published({"": INPUT}), "'hidden_states' .*gather"),
+    (*published({"": INPUT, "proj_out": None}), "'hidden_states' .*gather"),
     (*published({"": {**INPUT, 0: cut(output=True)}, "proj_out": GATHER}), r"outputs \[0\]"),
     (*published({"": {"hidden_states": [cut(), cut()]}, "proj_out": GATHER}), "list of tensors"),
     (*published({"": {"hidden_states": cut(output=True)}, "proj_out": GATHER}), "split_output=False"),

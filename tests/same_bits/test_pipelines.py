@@ -11,13 +11,13 @@ from torchao.quantization import Int8WeightOnlyConfig, quantize_
 from benchmarks.pipelines.latents import generate
 from para_core import PipeFusion
 from para_core.adapters import apply_cache_on_pipe, cache_report, parallelize_pipe, unparallelize_pipe
+from para_core.adapters.agree.loras import lora_layers
 from para_core.same_bits.call import SameBitsCalls
 from para_core.same_bits.row_check import RowCheck
 from tests.tiny import cpu_mesh, flux_call, flux_pipe, flux_transformer
 from tests.weights.test_lora import lora_weights
 from zoo.tiny.pipelines import PIPELINES
 
-THRESHOLD = 0.8
 CACHED = {"num_inference_steps": 6}
 GUIDED = {"negative_prompt": "a blue square", "true_cfg_scale": 3.0}
 
@@ -29,11 +29,10 @@ def flux_on(mesh_sizes, dtype, options, has_8_bit_weights):
         quantize_(transformer, Int8WeightOnlyConfig())
     expected = pipe(**flux_call(**options)).images
     parallelize_pipe(pipe, mesh=cpu_mesh(*mesh_sizes[1:], batch=mesh_sizes[0]), same_bits=True)
-    out = pipe(**flux_call(**options)).images
-    again = pipe(**flux_call(**options)).images
+    outputs = [pipe(**flux_call(**options)).images for _ in range(2)]
     unparallelize_pipe(pipe)
     assert torch.equal(pipe(**flux_call(**options)).images, expected)
-    return torch.equal(out, expected), torch.equal(again, expected)
+    return [torch.equal(out, expected) for out in outputs]
 
 
 @pytest.mark.parametrize(
@@ -49,7 +48,7 @@ def flux_on(mesh_sizes, dtype, options, has_8_bit_weights):
 )
 def test_flux_has_the_bytes_of_one_process(rank_pool, mesh, dtype, options, has_8_bit_weights):
     for results in rank_pool.run(flux_on, mesh[0] * mesh[1] * mesh[2], mesh, dtype, options, has_8_bit_weights):
-        assert results == (True, True)
+        assert results == [True, True]
 
 
 # Cross-attention of few queries; a text with as many tokens as a rank has of the image, whole and shared; a mean.
@@ -72,14 +71,13 @@ def test_few_tokens_on_a_rank_have_the_bytes_of_one_process(rank_pool):
 
 def cached_flux_on(mesh_sizes, options):
     pipe = flux_pipe(shared_parts=False)
-    apply_cache_on_pipe(pipe, residual_diff_threshold=THRESHOLD)
+    apply_cache_on_pipe(pipe, residual_diff_threshold=0.8)
     expected = pipe(**flux_call(**CACHED, **options)).images
     skipped = [row.hit for row in cache_report(pipe).rows]
     parallelize_pipe(pipe, mesh=cpu_mesh(*mesh_sizes[1:], batch=mesh_sizes[0]), same_bits=True)
     out = pipe(**flux_call(**CACHED, **options)).images
     # With CFG on ranks, a rank has the rows of its own branch.
-    rows = [row.hit for row in cache_report(pipe).rows]
-    assert rows == skipped or mesh_sizes[0] > 1
+    assert [row.hit for row in cache_report(pipe).rows] == skipped or mesh_sizes[0] > 1
     return torch.equal(out, expected), skipped
 
 
@@ -119,8 +117,7 @@ def compiled():
 
 
 def guide_with_one_row():
-    pipe = PIPELINES["cogvideox 1.5, image"].build()
-    parallelize_pipe(pipe, mesh=cpu_mesh(1, 1, batch=2), same_bits=True)
+    pipe = parallelize_pipe(PIPELINES["cogvideox 1.5, image"].build(), mesh=cpu_mesh(1, 1, batch=2), same_bits=True)
     with pytest.raises(ValueError, match="ofs of CogVideoXTransformer3DModel has one row for all 2 samples"):
         generate(pipe, "cogvideox 1.5, image")
 
@@ -132,7 +129,8 @@ def change_functions():
         "first": lambda: None,
         "processor": lambda: pipe.transformer.transformer_blocks[0].attn.set_processor(FluxAttnProcessor()),
         "lora": lambda: pipe.load_lora_weights(lora_weights("flux")),
-        "no lora": pipe.disable_lora,
+        "fused": lambda: [(x.merge(), setattr(x, "_active_adapter", [])) for x in lora_layers(pipe.transformer)],
+        "no lora": lambda: ([x.unmerge() for x in lora_layers(pipe.transformer)], pipe.disable_lora()),
         "8 bits": lambda: quantize_(pipe.transformer.context_embedder, Int8WeightOnlyConfig()),
     }
     with mock.patch.object(SameBitsCalls, "_conclude") as conclude:

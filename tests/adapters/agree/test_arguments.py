@@ -93,6 +93,7 @@ VIDEOS = [[*random_video(2, 8, 8), image] for image in IMAGES]
         (Image.new("P", (2, 2), "red"), Image.new("P", (2, 2), "blue")),
         (np.array(["a", {}], object), np.array(["b", {}], object)),
         (uuid.SafeUUID.safe, uuid.SafeUUID.unsafe),
+        (re.RegexFlag(1 << 20), re.RegexFlag(1 << 21)),
         (Decimal("0.1"), Decimal("0.2")),
         ({"a", "b"}, {"a", "c"}),
         (range(5), range(6)),
@@ -115,8 +116,7 @@ def test_texts_of_values_differ_as_the_values(value, other):
 def test_equal_values_of_other_types_or_orders_have_equal_texts():
     assert describe_value({"a": 1, "b": 2.5}) == describe_value({"b": np.float64(2.5), "a": np.int64(1)})
     assert describe_value([True, "x", b"y"]) == describe_value([np.bool_(True), np.str_("x"), np.bytes_(b"y")])
-    arrays = [np.array([{}, 1], object) for _ in range(2)]
-    assert describe_value(arrays[0]) == describe_value(arrays[1])
+    assert len({describe_value(np.array([{}, 1], object)) for _ in range(2)}) == 1
 
 
 def leave_in_the_middle():
