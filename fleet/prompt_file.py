@@ -115,7 +115,7 @@ def read_contents(path: Path) -> str:
 
 def require_contents(path: Path) -> None:
     """Raise what :func:`read_contents` raises. A pipe, which can be read only once, is not read."""
-    if path.is_file() or not path.exists():
+    if path.is_file() or path.is_dir() or not path.exists():
         read_contents(path)
 
 
