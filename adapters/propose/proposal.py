@@ -117,8 +117,8 @@ def source_of(adapter: Adapter) -> str:
 def expression_of(value: Any, indent: int = 0, *, used: int = 0) -> str:
     """Return ``value``, a part of an adapter, as a Python expression without defaults.
 
-    Supported are dataclasses, mappings, tuples and lists of them, functions (by name), and strings, numbers,
-    booleans and None.
+    Supported are dataclasses, mappings, tuples and lists of them, functions (by name), and strings, finite
+    numbers, booleans and None.
 
     Args:
         value: The value.

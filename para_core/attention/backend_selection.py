@@ -112,8 +112,8 @@ def _cached_choice(
 ) -> int | None:
     """Compute the result of :func:`_choice_of_pytorch`.
 
-    ``enabled`` only distinguishes cache entries: SDPA reads the switches itself. It also
-    reads the order of ``sdpa_kernel(..., set_priority=True)``, of which a later change is not noticed here.
+    ``enabled`` only distinguishes cache entries: SDPA reads the switches itself. It also reads the order of
+    ``sdpa_kernel(..., set_priority=True)``, of which a later change is not noticed here.
     """
     query, value = (torch.empty(1, 1, 2, size, dtype=dtype, device=device) for size in (head_dim, value_dim))
     mask = None
