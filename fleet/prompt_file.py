@@ -2,7 +2,8 @@
 others.
 
 `cli/generation.py` reads them. A request itself is validated in `request.py`; lines are generated in
-`lines.py` or `replicas.py`. Tests: tests/fleet/test_fields.py, tests/cli/test_generate.py.
+`lines.py` or `replicas.py`. Tests: tests/fleet/test_fields.py, tests/cli/test_generate.py, and of a file that
+cannot be read tests/cli/test_refusals.py.
 """
 
 from __future__ import annotations
