@@ -2,7 +2,8 @@
 others.
 
 `cli/generation.py` reads them. A request itself is validated in `request.py`; lines are generated in
-`lines.py` or `replicas.py`. Tests: tests/fleet/test_fields.py, tests/cli/test_generate.py.
+`lines.py` or `replicas.py`. Tests: tests/fleet/test_fields.py, tests/cli/test_generate.py, and of a file that
+cannot be read tests/cli/test_refusals.py.
 """
 
 from __future__ import annotations
@@ -115,7 +116,7 @@ def read_contents(path: Path) -> str:
 
 def require_contents(path: Path) -> None:
     """Raise what :func:`read_contents` raises. A pipe, which can be read only once, is not read."""
-    if path.is_file() or not path.exists():
+    if path.is_file() or path.is_dir() or not path.exists():
         read_contents(path)
 
 

@@ -34,6 +34,9 @@ _USUAL_SIZES: Mapping[OutputKind, tuple[int, int, int]] = {
     "video": (1280, 720, 129),
 }
 USUAL_PIXELS: Mapping[OutputKind, int] = {kind: math.prod(sizes) for kind, sizes in _USUAL_SIZES.items()}
+# Deepest nesting of lists and dicts in a field. Serializing a field for the ranks recurses, so depth must be
+# limited.
+_MAX_NESTING = 16
 
 
 @dataclass(frozen=True)
@@ -231,6 +234,8 @@ def request_from(
         else:
             fields[full_name] = value
     for name, value in fields.items():
+        if _is_nested_deeper(value, _MAX_NESTING):
+            raise ValueError(f"field {name!r} is nested more than {_MAX_NESTING} levels deep.")
         # pydantic does not check a value of type Any. Such a value may contain a lone surrogate, which no
         # tokenizer accepts, or NaN, which would make the image black.
         try:
@@ -249,6 +254,15 @@ def request_from(
     if not 0 <= seed <= LARGEST_SEED:
         raise ValueError(f"seed is {seed}; expected 0 to {LARGEST_SEED}.")
     return Request(fields, seed, images)
+
+
+def _is_nested_deeper(value: Any, levels: int) -> bool:
+    """Whether a JSON value has more than ``levels`` levels. A scalar or an empty list has one."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    if levels < 1 or not isinstance(value, list):
+        return levels < 1
+    return any(_is_nested_deeper(item, levels - 1) for item in value)
 
 
 def _require_multiples(values: Mapping[str, Any], fields: Mapping[str, Any], model: PipelineInfo) -> None:

@@ -55,9 +55,10 @@ class SchedulerTracker:
         self._num_taken = 0
         # ``scheduler.step_index`` after the last step; None if the scheduler has no such attribute.
         self._step_index: int | None = None
-        # The timestep of the last step, as its address in memory or its number, and whether the model was
-        # called since.
+        # The timestep of the last step, its address in memory or its number, and whether the model was called
+        # since. The timestep itself is kept, because another tensor could be made at the address of a freed one.
         self._last_time: object = None
+        self._last_address: object = None
         self._called = False
         # Whether the scheduler stepped twice at one timestep, with a model call in between.
         self._repeats = False
@@ -101,9 +102,9 @@ class SchedulerTracker:
             address = time
             if isinstance(time, torch.Tensor):
                 address = time.data_ptr()
-            repeats = self._called and address is not None and address == self._last_time
+            repeats = self._called and address is not None and address == self._last_address
             self._repeats = self._repeats or repeats
-            self._last_time, self._called = address, False
+            self._last_time, self._last_address, self._called = time, address, False
             output = call(scheduler, *args, **kwargs)
             # Cosmos 1 steps to a clean sample, resets the step index and takes the same step again. Count it
             # once.
@@ -180,7 +181,7 @@ class SchedulerTracker:
     def _restart(self) -> None:
         """Forget the steps that were taken, because a schedule begins."""
         self._num_taken, self._step_index, self._num_calls, self._section, self._times = 0, None, {}, 0, []
-        self._last_time, self._called, self._repeats = None, False, False
+        self._last_time, self._last_address, self._called, self._repeats = None, None, False, False
 
     def _count_call(self, branch: str, total: int) -> int:
         """Count this model call of ``branch`` and return its step, assuming one call per step for each

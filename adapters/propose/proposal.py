@@ -91,7 +91,8 @@ def source_of(adapter: Adapter) -> str:
     """Return the source of a module that defines a variable ``ADAPTER`` equal to ``adapter``.
 
     A function in it, such as ``modulated``, is imported from its module. One that cannot be imported, such as
-    a lambda, is named in a TODO comment; the source raises ``NameError`` until it defines that name.
+    a lambda, is named in a TODO comment; the source raises ``NameError`` until it defines that name. The source
+    has functions by their names alone, so two different ones, such as two lambdas, must not have one name.
     """
     prefix = "ADAPTER = "
     call = expression_of(adapter, used=len(prefix))
@@ -116,8 +117,8 @@ def source_of(adapter: Adapter) -> str:
 def expression_of(value: Any, indent: int = 0, *, used: int = 0) -> str:
     """Return ``value``, a part of an adapter, as a Python expression without defaults.
 
-    Supported are dataclasses, mappings, tuples and lists of them, functions (by name), and strings, numbers,
-    booleans and None.
+    Supported are dataclasses, mappings, tuples and lists of them, functions (by name), and strings, finite
+    numbers, booleans and None.
 
     Args:
         value: The value.

@@ -47,9 +47,6 @@ _MAX_TOKENS = 4096
 # Number of tokens that a model is assumed to read if its pipeline has no max_sequence_length. CLIP reads this
 # number.
 _CLIP_TOKENS = 77
-# Deepest nesting of lists and dicts in a field. Serializing a field for a replica recurses, so depth must be
-# limited.
-_MAX_NESTING = 16
 # Fields of OpenAI's API that are accepted and ignored, because pipelines have nothing like them.
 _IGNORED_FIELDS = (
     "user",
@@ -209,7 +206,7 @@ def read_request(
 
     try:
         _require_short_texts(fields, model)
-        _check_values(fields, files, model)
+        _refuse_files(fields, files, model)
         _replace_seconds(fields, model, delivery.fps)
         if fields.get("seed", _RANDOM_SEED) == _RANDOM_SEED:
             fields["seed"] = options.seed
@@ -262,11 +259,9 @@ def _take_delivery(fields: dict[str, Any], options: ServerOptions) -> Delivery:
     )
 
 
-def _check_values(fields: Mapping[str, Any], files: Mapping[str, bytes], model: PipelineInfo) -> None:
-    """Raise ValueError if a field is nested too deeply, or is a file of the form where none is expected."""
+def _refuse_files(fields: Mapping[str, Any], files: Mapping[str, bytes], model: PipelineInfo) -> None:
+    """Raise ValueError if a field is a file of the form where none is expected."""
     for name, value in fields.items():
-        if _count_levels(value) > _MAX_NESTING:
-            raise ValueError(f"field {name!r} is nested more than {_MAX_NESTING} levels deep.")
         # A field that is sent several times is a list, and one of its items may be a file.
         items = value
         if not isinstance(items, list):
@@ -331,15 +326,6 @@ def _require_short_texts(fields: Mapping[str, Any], model: PipelineInfo) -> None
                 f"field {name!r} has {sum(lengths)} characters; expected at most {most} for each of {prompts} prompts "
                 f"({_CHARACTERS_PER_TOKEN} for each of the {tokens} tokens that the model reads).",
             )
-
-
-def _count_levels(value: Any) -> int:
-    """Return the number of levels of a JSON value: 1 for a scalar or an empty list."""
-    if isinstance(value, dict):
-        value = list(value.values())
-    if not isinstance(value, list):
-        return 1
-    return 1 + max(map(_count_levels, value), default=0)
 
 
 def _require_size(request: Request, model: PipelineInfo, options: ServerOptions) -> None:

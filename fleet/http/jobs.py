@@ -89,7 +89,9 @@ class Replicas(Protocol):
         """
 
     def cancel(self, job: Job) -> None:
-        """Cancel a job that ``run`` got: at once if it waits for a replica, after its current step if it runs."""
+        """Cancel a job that was given to ``run``: at once if it waits for a replica, after its current step if it
+        runs. The task of its batch may not have begun: then ``run`` gets a job that has its answer already.
+        """
 
     async def ready(self) -> int:
         """Return the number of replicas that can answer."""

@@ -1,8 +1,8 @@
 """Check the backend of local attention that a user named, and ask PyTorch for its choice if none was named.
 
-:mod:`.mesh_attention` calls :func:`check_some_backend` and :func:`computes_in_float32` when it plans a call,
-and :mod:`.local` calls :func:`check_backend` when it computes one. Tests:
-tests/attention/test_backend_selection.py.
+:mod:`.mesh_attention` calls :func:`check_some_backend` when it plans a call, and :func:`computes_in_float32` in
+each call that requires a gradient; :mod:`.local` calls :func:`check_backend` when it computes one. Tests:
+tests/attention/test_backend_selection.py, and test_gradients.py for :func:`computes_in_float32`.
 """
 
 from __future__ import annotations
@@ -117,7 +117,8 @@ def _cached_choice(
 ) -> int | None:
     """Compute the result of :func:`_choice_of_pytorch`.
 
-    ``enabled`` only distinguishes cache entries: SDPA reads the switches itself.
+    ``enabled`` only distinguishes cache entries: SDPA reads the switches itself. It also reads the order of
+    ``sdpa_kernel(..., set_priority=True)``, of which a later change is not noticed here.
     """
     query, value = (torch.empty(1, 1, 2, size, dtype=dtype, device=device) for size in (head_dim, value_dim))
     mask = None

@@ -250,7 +250,11 @@ def _put_run(whole: Tensor, part: Tensor, dim: int, run: Run) -> None:
 
 
 def _run_attention(mode: SameBitsRows, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Run SDPA of this rank's queries and gathered keys and values. Collective."""
+    """Run SDPA of this rank's queries and gathered keys and values. Collective.
+
+    If samples or heads are sharded instead of tokens, this rank's are computed without a comparison: a kernel
+    computes each of them alone.
+    """
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
     named = {**dict(zip(names, args, strict=False)), **kwargs}
     tokens = [rows_of(named[name]) for name in ("key", "value")]

@@ -2,7 +2,6 @@
 
 import inspect
 from contextlib import nullcontext
-from functools import partial
 from itertools import pairwise
 from unittest import mock
 
@@ -78,9 +77,12 @@ def test_timesteps_may_be_a_list_and_steps_at_one_timestep_are_those_of_tiles():
     scheduler.timesteps = [900, torch.tensor(0.5)]
     with tracker.follow(mock.Mock(scheduler=scheduler, _num_timesteps=2), print):
         assert tracker.next_position("cond") == (0, 2, 900.0)
-        scheduler.set_timesteps(3)
-        step = partial(scheduler.step, torch.ones(1), scheduler.timesteps[0], torch.ones(1))
-        assert [(tracker.note_call(), step())[0] for _ in range(3)] == [0, 1, None]
+        # Memory of the size of the second, once freed, is used again at once.
+        for time, expected in (lambda: scheduler.timesteps[0], [0, 1, None]), (lambda: torch.ones(10**7), [0, 1, 2]):
+            scheduler.set_timesteps(3)
+            scheduler.set_begin_index(0)
+            step = lambda: scheduler.step(torch.ones(1), time(), torch.ones(1))  # noqa: B023, E731
+            assert [(tracker.note_call(), step())[0] for _ in range(3)] == expected
 
 
 @pytest.mark.parametrize("named", [True, False])

@@ -82,7 +82,7 @@ CASES = [
     ([*PROMPT, "--pipeline", "FluxImg2ImgPipeline"], 2, "--image FILE"),
     ([*PROMPT, "--image", "README.md"], 2, "FluxImg2ImgPipeline"),
     ([*PROMPT, "--config", "zoo/flux/pipeline"], 2, "--config is 'zoo/flux/pipeline'"),
-    (["generate", "--prompts", "/absent.jsonl"], 1, "/absent.jsonl"),
+    *[(["generate", "--prompts", path], 1, f"{path} cannot be read") for path in ("/absent.jsonl", "/")],
     *[
         (["serve", *options], 2, message)
         for options, message in (

@@ -183,15 +183,13 @@ def test_other_images_and_two_names_of_one_parameter_are_refused(served, pipelin
 
 
 def test_lines_of_a_prompt_file(tmp_path):
-    lines = [
-        {"prompt": "a", "num_inference_steps": 3, "steps": None, "width": 16},
-        {"prompt": "a", "size": "16x32"},
-        {"prompt": "a", "guidance_scale": None},
-    ]
+    lines = [{"prompt": "a", "num_inference_steps": 3, "steps": None, "width": 16}]
+    deep = {"joint_attention_kwargs": json.loads("[" * 500 + "]" * 500)}  # too deep to be sent to a rank
+    lines += [{"prompt": "a", **more} for more in ({"size": "16x32"}, {"guidance_scale": None}, deep)]
     path = tmp_path / "prompts.jsonl"
     path.write_text("\n".join(map(json.dumps, lines)))
     valid, problems = read_prompts(path, describe_class("", FluxPipeline, {}), {"size": "64x48", "steps": 5})
-    assert problems == []
+    assert [(each.number, "nested" in each.reason) for each in problems] == [(4, True)]
     # A line overrides the options of the command, whichever name they have.
     names = ("width", "height", "num_inference_steps")
     values = [tuple(line.request.fields[name] for name in names) for line in valid]
