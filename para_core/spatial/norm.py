@@ -29,12 +29,16 @@ def run_group_norm(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: 
 
     The statistics are float32, or float64 for float64 input.
     """
-    x, groups, weight, bias, eps = bind(
-        func, args, kwargs, input=None, num_groups=1, weight=None, bias=None, eps=1e-5
+    x, groups, weight, bias, eps, _ = bind(
+        func, args, kwargs, input=None, num_groups=1, weight=None, bias=None, eps=1e-5, cudnn_enabled=True
     )
     rows = rows_of(x)
     if rows is None or rows.dim == 1:
         raise mixing_error(func, rows, "its channels are sharded, or only its weights")
+    channels = x.shape[1]
+    if groups < 1 or channels % groups or any(y.shape != (channels,) for y in _without_none(weight, bias)):
+        # It raises PyTorch's own error, on all ranks. Without it a weight would be broadcast, or read beyond its end.
+        return func(x, groups, weight, bias, eps)
     if rows.dim == 0:
         return set_rows(func(x, groups, weight, bias, eps), rows)
     moments: Callable[..., Tensor] = torch.ops.para_core.group_moments.default
