@@ -78,14 +78,17 @@ def change_field(value: Any, path: str, change: Callable[[Any], Any]) -> Any:
         return change(value)
     name, _, rest = path.partition(".")
     known: Mapping[str, Any] = {}
-    if isinstance(value, Mapping):
+    if _is_model_output(value):
+        # It has no entry for a field that is None.
+        known = {**{each.name: getattr(value, each.name) for each in fields(value)}, **value}
+    elif isinstance(value, Mapping):
         known = value
     elif has_fields(value):
         known = fields_of(value)
     if name not in known:
         raise TypeError(
             f"the plan names the field {name!r} of a {type(value).__name__}; expected a dataclass, named tuple or dict "
-            f"with that field. Its fields are {sorted(known) or 'none'}."
+            f"with that field. Its fields are {list(known) or 'none'}."
         )
     changed = {name: change_field(known[name], rest, change)}
     if isinstance(value, Mapping):
