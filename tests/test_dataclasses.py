@@ -48,9 +48,8 @@ def test_fields_by_path():
     value = {"video": Frozen(1, {"time": 2})}
     assert change_field(value, "video.inner.time", lambda x: 7) == {"video": Frozen(1, {"time": 7})}
     assert change_field(Frozen(1), "inner.x", lambda x: 7) == Frozen(1)
-    assert (
-        change_field(FluxControlNetOutput(None, 2), "controlnet_block_samples", abs)["controlnet_block_samples"] is None
-    )
+    none = FluxControlNetOutput(None, 2)
+    assert change_field(none, "controlnet_block_samples", abs)["controlnet_block_samples"] is None
     for other in (Frozen(1, 2), {"x": 1, 0: 2}, 5):
         with pytest.raises(TypeError, match="'other'"):
             change_field(other, "other", lambda x: x)

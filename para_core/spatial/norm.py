@@ -36,10 +36,11 @@ def run_group_norm(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: 
     if rows is None or rows.dim == 1:
         raise mixing_error(func, rows, "its channels are sharded, or only its weights")
     channels = x.shape[1]
-    if groups < 1 or channels % groups or any(y.shape != (channels,) for y in _without_none(weight, bias)):
-        # It raises PyTorch's own error, on all ranks. Without it a weight would be broadcast, or read beyond its end.
-        return func(x, groups, weight, bias, eps)
-    if rows.dim == 0:
+    fits = groups > 0 and channels % groups == 0
+    fits = fits and all(y.shape == (channels,) for y in _without_none(weight, bias))
+    # If they do not fit, PyTorch raises its own error, on all ranks. Here a weight would be broadcast, and a
+    # kernel would read beyond its end.
+    if rows.dim == 0 or not fits:
         return set_rows(func(x, groups, weight, bias, eps), rows)
     moments: Callable[..., Tensor] = torch.ops.para_core.group_moments.default
     if needs_plain(x):

@@ -324,8 +324,7 @@ ERRORS = [
     # The second token is on rank 0.
     (lambda rows: attend_over_frames(rows.shard(make_inputs(-1)["clip"], -1), 1), MixesRows, "each of 18 runs"),
     (lambda rows: [torch.cos, torch.sin][dist.get_rank()](rows.shard(IMAGE)), ValueError, "rank 0 .*cos.* rank 1 "),
-    # These are PyTorch's own.
-    (lambda rows: rows.shard(IMAGE).long().mean(2), RuntimeError, r"mean\(\).*Long"),
+    (lambda rows: rows.shard(IMAGE).long().mean(2), RuntimeError, r"mean\(\).*Long"),  # These are PyTorch's own errors.
     (lambda rows: F.group_norm(rows.shard(IMAGE), 2), RuntimeError, "channels .*divisible by num_groups"),
     (lambda rows: F.group_norm(rows.shard(IMAGE), 3, torch.ones(1)), RuntimeError, "weight to be a vector"),
 ]
