@@ -78,11 +78,11 @@ def change_field(value: Any, path: str, change: Callable[[Any], Any]) -> Any:
         return change(value)
     name, _, rest = path.partition(".")
     known: Mapping[str, Any] = {}
-    if _is_model_output(value):
-        # It has no entry for a field that is None.
-        known = {**{each.name: getattr(value, each.name) for each in fields(value)}, **value}
-    elif isinstance(value, Mapping):
+    if isinstance(value, Mapping):
         known = value
+        if name not in value and _is_model_output(value):
+            # It has no entry for a field that is None.
+            known = fields_of(value)
     elif has_fields(value):
         known = fields_of(value)
     if name not in known:
