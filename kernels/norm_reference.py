@@ -71,7 +71,7 @@ def normalize(
 ) -> Tensor:
     """Return the group norm of this rank's rows, given the statistics of all ranks; in the dtype of ``x``.
 
-    Without a gradient, which ``out=`` refuses: the exchange of the statistics has refused it before.
+    Without a gradient, which ``out=`` refuses. That of ``x`` the exchange of the statistics has refused before.
 
     Args:
         x: ``[B, C, ...]``.

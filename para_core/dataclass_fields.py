@@ -80,12 +80,15 @@ def change_field(value: Any, path: str, change: Callable[[Any], Any]) -> Any:
     known: Mapping[str, Any] = {}
     if isinstance(value, Mapping):
         known = value
+        if name not in value and _is_model_output(value):
+            # It has no entry for a field that is None.
+            known = fields_of(value)
     elif has_fields(value):
         known = fields_of(value)
     if name not in known:
         raise TypeError(
             f"the plan names the field {name!r} of a {type(value).__name__}; expected a dataclass, named tuple or dict "
-            f"with that field. Its fields are {sorted(known) or 'none'}."
+            f"with that field. Its fields are {list(known) or 'none'}."
         )
     changed = {name: change_field(known[name], rest, change)}
     if isinstance(value, Mapping):

@@ -48,7 +48,9 @@ def test_fields_by_path():
     value = {"video": Frozen(1, {"time": 2})}
     assert change_field(value, "video.inner.time", lambda x: 7) == {"video": Frozen(1, {"time": 7})}
     assert change_field(Frozen(1), "inner.x", lambda x: 7) == Frozen(1)
-    for other in (Frozen(1, 2), {"x": 1}, 5):
+    none = FluxControlNetOutput(None, 2)
+    assert change_field(none, "controlnet_block_samples", abs)["controlnet_block_samples"] is None
+    for other in (Frozen(1, 2), {"x": 1, 0: 2}, 5):
         with pytest.raises(TypeError, match="'other'"):
             change_field(other, "other", lambda x: x)
     unset = Derived(1)
@@ -86,7 +88,6 @@ class Record:
 
 
 RECORD = Record('a "name"\n', Share(0.5, 7), Record("", Share(0.1, 1), None, torch.bfloat16))
-OTHER_DTYPES = ["nonsense", "Tensor", 5, ["float32"]]
 OTHERS = ["1|2", "x", "5", "null", "[]", "{}", '{"share": 0.5}', '{"share": 2, "window": 3}']
 
 
@@ -97,7 +98,7 @@ def test_value_is_read_again_and_other_texts_are_refused():
     for text in (*OTHERS, '{"share": 0.5, "window": 3, "other": 1}'):
         with pytest.raises(ValueError):
             from_json(Share, text)
-    for name in OTHER_DTYPES:
+    for name in ("nonsense", "Tensor", 5, ["float32"]):
         text = json.dumps({"name": "a", "share": None, "inner": None, "dtype": name, "others": None})
         with pytest.raises(ValueError, match="is no dtype"):
             from_json(Record, text)

@@ -53,19 +53,19 @@ def _does_guidance(pipe: Any, defaults: Mapping[str, Any]) -> bool | None:
     cls: Any = original_class(pipe)
     if not isinstance(inspect.getattr_static(cls, "do_classifier_free_guidance", None), property):
         return None
-    # The property reads attributes in which a call stores its arguments, so set these on a copy of the
-    # pipeline.
-    copy = cls.__new__(cls)
-    copy.__dict__.update({**vars(pipe), **{f"_{name}": default for name, default in defaults.items()}})
+    # Catch any exception, because the class may be the user's own: its code may raise anything.
     try:
+        # The property reads attributes in which a call stores its arguments, so set these on a copy of the
+        # pipeline.
+        copy = cls.__new__(cls)
+        copy.__dict__.update({**vars(pipe), **{f"_{name}": default for name, default in defaults.items()}})
         return bool(copy.do_classifier_free_guidance)
-    except (AttributeError, TypeError):
+    except Exception:
         return None
 
 
 # Config entries that hold the number of heads. Key heads come first, because models with grouped queries have
-# fewer of them. The config of LongCat-AudioDiT also has the heads of its text encoder; those of the
-# transformer are dit_heads.
+# fewer of them. LongCat-AudioDiT has dit_heads.
 _KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")
 _HEADS = (*_KEY_HEADS, "num_attention_heads", "num_heads", "n_heads", "dit_heads")
 

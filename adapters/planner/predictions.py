@@ -1,4 +1,8 @@
-"""The predictions of all meshes for one workload, and the text that says whether it fits and how long it takes."""
+"""The predictions of all meshes for one workload, and the text that says whether it fits and how long it takes.
+
+``plan_mesh.py`` returns them, and ``cli/plan.py`` prints them. One mesh is predicted in ``predict.py``, and the
+best is chosen in ``choose.py``. Tests: tests/planner/test_predict.py.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +39,7 @@ class Predictions:
         rows (`tuple[Prediction, ...]`): The prediction of each mesh, with the placement that it needs.
         on_one (`Prediction`): One device that holds everything, in the placement that the user has chosen.
         other (`Prediction`, *optional*): The mesh of the fewest ranks that are as fast as the chosen mesh, or
-            that run if it does not. None if there is none with another number of ranks.
+            that run if it does not, among 1, 2, 4, ... 64 ranks. None if there is none with another number.
     """
 
     work: Workload
@@ -53,7 +57,10 @@ class Predictions:
         return self.best.shape.ranks
 
     def init_mesh(self, device_type: str | None = None) -> DeviceMesh:
-        """Create the best mesh over all ranks, of the accelerator of this machine or the CPU unless told otherwise."""
+        """Create the best mesh over all ranks, of the accelerator of this machine or the CPU unless told otherwise.
+
+        It is created even if the prediction is that it cannot run or does not fit (``best.runs``).
+        """
         # Imported here, because predictions need no torch.
         from para_core.distributed.create_mesh import init_context_parallel_mesh
 

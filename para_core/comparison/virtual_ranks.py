@@ -92,16 +92,19 @@ class _Meeting:
         self.waiting = 0
         self._ranks = ranks
 
-    def exchange(self, rank: int, sent: Any, receive: Callable[[list[Any]], None]) -> None:
+    def exchange(self, rank: int, collective: str, sent: Any, receive: Callable[[list[Any]], None]) -> None:
         """Send ``sent`` to all ranks of the group, call ``receive`` with the values of all ranks, and wait
         until all have received, since ``sent`` may be memory that its rank writes to afterwards. Collective.
 
         Raises:
             RanksDiffer: A rank failed, or the other ranks are in different collectives.
         """
-        self.sent[rank] = sent
+        self.sent[rank] = (collective, sent)
         self._meet()
-        receive(self.sent)
+        names = [name for name, _ in self.sent]
+        if len(set(names)) > 1:
+            raise RanksDiffer(f"the virtual ranks of a group called {', '.join(names)}.")
+        receive([sent_by_rank for _, sent_by_rank in self.sent])
         self._meet()
 
     def _meet(self) -> None:
@@ -175,7 +178,7 @@ class _LocalGroup(_ProcessGroup):  # type: ignore[misc]
             for part, parts_of_rank in zip(parts, sent, strict=True):
                 _copy_received(part, parts_of_rank[self.rank()])
 
-        self._meeting.exchange(self.rank(), sends, receive)
+        self._meeting.exchange(self.rank(), "all_to_all", sends, receive)
         return _Completed()
 
     def all_gather_single(self, gathered: Tensor, x: Tensor, *_: Any) -> _Completed:
@@ -185,7 +188,7 @@ class _LocalGroup(_ProcessGroup):  # type: ignore[misc]
             for part, x_of_rank in zip(gathered.view(self.size(), -1), sent, strict=True):
                 _copy_received(part, x_of_rank.reshape(-1))
 
-        self._meeting.exchange(self.rank(), x, receive)
+        self._meeting.exchange(self.rank(), "all_gather", x, receive)
         return _Completed()
 
     def broadcast(self, tensors: list[Tensor], options: dist.BroadcastOptions) -> _Completed:
@@ -196,7 +199,7 @@ class _LocalGroup(_ProcessGroup):  # type: ignore[misc]
             if self.rank() != root:
                 _copy_received(tensors[0], sent[root])
 
-        self._meeting.exchange(self.rank(), tensors[0], receive)
+        self._meeting.exchange(self.rank(), "broadcast", tensors[0], receive)
         return _Completed()
 
     # Also define these two collectives under the names that torch 2.11 calls.
@@ -271,11 +274,9 @@ def outcomes_on_virtual_ranks(
         # Catch any exception, because a model that gets only a part of its tokens may fail in any way.
         except Exception as error:
             outcomes[rank] = RankOutcome(error=error)
-        except SystemExit as error:
-            # It would end this thread in silence, as if the rank had returned None.
-            outcomes[rank] = RankOutcome(
-                error=RuntimeError(f"a virtual rank called sys.exit({error.code!r}).")
-            )
+        # Such as SystemExit. It would end this thread, as if the rank had returned None.
+        except BaseException as error:
+            outcomes[rank] = RankOutcome(error=RuntimeError(f"a virtual rank raised {error!r}."))
         finally:
             ranks.turn.release()
             ranks.leave(failed=outcomes[rank].error is not None)

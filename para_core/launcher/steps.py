@@ -77,8 +77,13 @@ class Bar(tqdm):  # type: ignore[misc]
     ) -> None:
         # A disabled bar of tqdm draws nothing and counts nothing, but has all of tqdm's methods.
         super().__init__(iterable, total=total, initial=options.get("initial", 0), disable=True)
-        # Other values, such as a file, belong to the rank, and the caller may be unable to load them.
-        shown = {name: value for name, value in options.items() if isinstance(value, (bool, int, float, str))}
+        # Other values, such as a file, belong to the rank, and the caller may be unable to load them. None has
+        # a meaning: disable=None is for bars on terminals only.
+        shown = {
+            name: value
+            for name, value in options.items()
+            if isinstance(value, bool | int | float | str | None)
+        }
         self._connection, self._number = connection, connection.open_bar(self.total, shown)
         self._is_open = True
 

@@ -19,8 +19,9 @@ def fetch_halo(x: Tensor, dim: int, size: int, sizes: Sequence[int], mesh: Seque
     """Return ``x``, this rank's tokens along ``dim``, between ``size`` tokens of the previous and of the next
     rank.
 
-    The first and the last rank of the sequence get tokens on one side only. Collective: one all-to-all, and a
-    second one for the ends of Ulysses groups if there are several groups. Differentiable, in graphs as well.
+    The first and the last rank of the sequence get tokens on one side only. Collective: one all-to-all inside
+    each Ulysses group of several ranks, and one between the ends of the groups if there are several.
+    Differentiable, in graphs as well.
 
     Args:
         sizes: The number of tokens of each sequence rank, each at least ``size``, which the caller checks.

@@ -29,13 +29,18 @@ def run_group_norm(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: 
 
     The statistics are float32, or float64 for float64 input.
     """
-    x, groups, weight, bias, eps = bind(
-        func, args, kwargs, input=None, num_groups=1, weight=None, bias=None, eps=1e-5
+    x, groups, weight, bias, eps, _ = bind(
+        func, args, kwargs, input=None, num_groups=1, weight=None, bias=None, eps=1e-5, cudnn_enabled=True
     )
     rows = rows_of(x)
     if rows is None or rows.dim == 1:
         raise mixing_error(func, rows, "its channels are sharded, or only its weights")
-    if rows.dim == 0:
+    channels = x.shape[1]
+    fits = groups > 0 and channels % groups == 0
+    fits = fits and all(y.shape == (channels,) for y in _without_none(weight, bias))
+    # If they do not fit, PyTorch raises its own error, on all ranks. Here a weight would be broadcast, and a
+    # kernel would read beyond its end.
+    if rows.dim == 0 or not fits:
         return set_rows(func(x, groups, weight, bias, eps), rows)
     moments: Callable[..., Tensor] = torch.ops.para_core.group_moments.default
     if needs_plain(x):

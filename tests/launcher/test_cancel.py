@@ -120,9 +120,10 @@ def test_ctrl_c_while_a_job_is_sent_leaves_no_answer_to_the_next_call(steps, mon
 
 def test_a_bar_is_closed_once():
     connection = mock.Mock()
-    with Bar(connection, None, 1, {}) as bar:
+    with Bar(connection, None, 1, {"disable": None, "file": connection}) as bar:
         bar.update()
     bar.__del__()
+    connection.open_bar.assert_called_once_with(1, {"disable": None})
     connection.report.assert_called_once()
 
 

@@ -2,6 +2,7 @@
 
 import math
 import re
+from functools import partial
 from unittest import mock
 
 import numpy as np
@@ -24,11 +25,7 @@ HEIGHT, WIDTH = 14, 6
 
 def make_inputs(dim):
     """Return an image ``[B, C, H, W]``, a clip ``[B, C, T, H, W]``, and weights. ``dim`` is the longer one."""
-    generator = torch.Generator().manual_seed(0)
-
-    def randn(*shape):
-        return torch.randn(shape, generator=generator)
-
+    randn = partial(torch.randn, generator=torch.Generator().manual_seed(0))
     height, width = (HEIGHT, WIDTH) if dim == -2 else (WIDTH, HEIGHT)
     return {
         "image": randn(2, 8, height, width) + 1,
@@ -140,7 +137,7 @@ CASES = {
     "pad constant": lambda i: F.pad(i["image"], (2, 1, 1, 2), value=3.0),
     "pad negative": lambda i: F.pad(i["image"], (-1, -1, -1, -1)),
     "group_norm far from zero": lambda i: F.group_norm(i["image"] + 100, 4, i["bias"], i["bias"]),
-    "group_norm of frames": lambda i: F.group_norm(i["clip"].transpose(1, 2).flatten(0, 1), 2),
+    "group_norm of frames": lambda i: torch.group_norm(i["clip"].transpose(1, 2).flatten(0, 1), 2, cudnn_enabled=True),
     "layer_norm": lambda i: F.layer_norm(i["image"].permute(0, 2, 3, 1), (8,), i["bias"]).permute(0, 3, 1, 2),
     "rms_norm": lambda i: F.rms_norm(i["image"].permute(0, 2, 3, 1), (8,), i["bias"]).permute(0, 3, 1, 2),
     "normalize": lambda i: F.normalize(i["clip"], dim=1),
@@ -254,6 +251,8 @@ REFUSED = {
     ),
     "getitem by rows": lambda i, dim: i["image"][:, tokens(i["image"])[0, :, 0].long()],
     "index_select by rows": lambda i, dim: i["image"].index_select(1, tokens(i["image"])[0, :, 0].long()),
+    "batch_norm in training": lambda i, dim: F.batch_norm(i["image"], None, None, training=True),
+    "group_norm of sharded channels": lambda i, dim: F.group_norm(i["image"].transpose(1, dim), 2),
 }
 
 
@@ -267,8 +266,6 @@ def compute(dim, overlaps):
         sharded = {**inputs, **images}
         for name, case in CASES.items():
             outs[name] = rows.gather(case(sharded))
-        with pytest.raises(RuntimeError, match=r"mean\(\).*Long"):  # PyTorch's own error.
-            sharded["image"].long().mean(dim)
         for name, case in REFUSED.items():
             with pytest.raises(MixesRows, match=rf"^{re.split('[ ,]', name)[0]} .*dim \d"):
                 case(sharded, dim)
@@ -319,18 +316,17 @@ def ask_for_a_gradient(rows):
         F.conv2d(rows.shard(torch.zeros(1, 3, 8, 5, requires_grad=True)), torch.zeros(8, 3, 3, 3), padding=1)
 
 
-def call_differently(rows):
-    x = rows.shard(torch.zeros(1, 3, 8, 5)).relu()
-    return x.sin() if dist.get_rank() else x.cos()
-
-
+IMAGE = torch.zeros(1, 3, 8, 5)
 ERRORS = [
     (ask_for_a_gradient, RuntimeError, r"torch\.no_grad\(\)"),
     (lambda rows: rows.shard(torch.zeros(1, 3, 3, 5)), ValueError, r"\[2, 1\] .*3 rows .*2 ranks"),
     (lambda rows: rows.shard(torch.zeros(4, 3, 8, 5), 4), ValueError, "dim=4 is out of range"),
     # The second token is on rank 0.
     (lambda rows: attend_over_frames(rows.shard(make_inputs(-1)["clip"], -1), 1), MixesRows, "each of 18 runs"),
-    (call_differently, ValueError, "function: rank 0 .*cos.* rank 1 "),
+    (lambda rows: [torch.cos, torch.sin][dist.get_rank()](rows.shard(IMAGE)), ValueError, "rank 0 .*cos.* rank 1 "),
+    (lambda rows: rows.shard(IMAGE).long().mean(2), RuntimeError, r"mean\(\).*Long"),  # These are PyTorch's own errors.
+    (lambda rows: F.group_norm(rows.shard(IMAGE), 2), RuntimeError, "channels .*divisible by num_groups"),
+    (lambda rows: F.group_norm(rows.shard(IMAGE), 3, torch.ones(1)), RuntimeError, "weight to be a vector"),
 ]
 
 

@@ -17,7 +17,7 @@ from para_core.comparison.digests import digest
 from para_core.comparison.model_inputs import ModelInputs, dims_of_tokens
 from para_core.comparison.tensor_parts import relative_error
 from para_core.comparison.virtual_ranks import RanksDiffer, outcomes_on_virtual_ranks
-from para_core.distributed.collectives import all_gather
+from para_core.distributed.collectives import all_gather, all_to_all
 from para_core.instance.record import fill_slot
 from para_core.instance.slots import Slot
 from zoo.tiny.transformers.registry import MODELS
@@ -91,8 +91,6 @@ class Masked(Model):
 
 
 class Fails(nn.Module):
-    """A module that fails if it gets a number of tokens."""
-
     def __init__(self, tokens, error):
         super().__init__()
         self.tokens, self.error = tokens, error
@@ -258,10 +256,14 @@ def test_virtual_ranks_that_meet_in_different_collectives_end_at_once():
         # Rank 2 returns without calling the collective in which the others wait.
         return None if mesh.rank == 2 else all_gather(torch.ones(1), [1, 1, 1], 0, mesh.ulysses)
 
+    def mix(mesh):
+        return all_to_all(torch.ones(2), [1, 1], [1, 1], mesh.ulysses) if mesh.rank else run(mesh)
+
     cpu = torch.device("cpu")
     outcomes = outcomes_on_virtual_ranks(run, ulysses=3, device=cpu)
-    assert [isinstance(outcome.error, RanksDiffer) for outcome in outcomes] == [True, True, False]
-    assert outcomes_on_virtual_ranks(lambda mesh: Fails(1, SystemExit)(torch.ones(1, 1)), device=cpu)[0].error
+    outcomes += outcomes_on_virtual_ranks(mix, ulysses=2, device=cpu)
+    assert [isinstance(outcome.error, RanksDiffer) for outcome in outcomes] == [True, True, False, True, True]
+    assert outcomes_on_virtual_ranks(lambda mesh: Fails(1, GeneratorExit)(torch.ones(1, 1)), device=cpu)[0].error
     with torch.device("meta"):  # New tensors of a rank are where those of the caller are.
         assert outcomes_on_virtual_ranks(lambda mesh: torch.empty(1).is_meta, device=cpu)[0].output
 
