@@ -27,7 +27,7 @@ _IMAGE_PARAMETERS = (
 _SET_BY_CALLER = ("self", "generator", "output_type", "return_dict", "args", "kwargs")
 # Names of tensors: "prompt_embeds_2" and "prompt_attention_mask_2", but not "prompt_embeds_scale", a number, or
 # "padding_mask_crop", pixels.
-_TENSORS = re.compile(r"latents|_embeds(?!_scale)|_embeddings?$|_mask(_\d)?$|_cu_seqlens$")
+_TENSORS = re.compile(r"latents|_embeds(?!_scale)|_embeddings?$|_mask(_\d)?$|_cu_seqlens$|_hidden_states$")
 
 # This folder exists in a checkout of the repository, but not in an installed package.
 TINY_FLUX = Path("zoo/flux/pipeline")
@@ -80,7 +80,10 @@ class PipelineInfo:
     @property
     def images(self) -> tuple[str, ...]:
         """Names of the fields that take one or several images."""
-        return tuple(name for name in self.fields if name.endswith("image") or name in _IMAGE_PARAMETERS)
+        # The number num_prompts_per_image is none.
+        return tuple(
+            name for name in self.fields if re.search(r"(?<!_per_)image$", name) or name in _IMAGE_PARAMETERS
+        )
 
 
 def can_be_given(name: str) -> bool:

@@ -129,8 +129,7 @@ def default_sizes(pipe: Any, transformer: Any, changed: dict[str, Any]) -> tuple
 
     ``changed`` replaces fields of :class:`GenerationSizes` by name. A default is looked up where diffusers'
     pipelines have it: in the signature of the call, in an attribute of the pipeline, in the config of the
-    transformer. The first of these that is a positive integer counts. Without one, a call has one frame, also
-    of a pipeline that takes a video (``WanVideoToVideoPipeline``), whose frames only the call knows.
+    transformer. The first of these that is a positive integer counts; else 1, also if the call takes a video.
     """
     parameters = inspect.signature(original_class(pipe).__call__).parameters
     call = SimpleNamespace(**{name: parameter.default for name, parameter in parameters.items()})

@@ -1,7 +1,6 @@
 """The predictions of all meshes for one workload, and the text that says whether it fits and how long it takes.
 
-``plan_mesh.py`` returns them, and ``cli/plan.py`` prints them. One mesh is predicted in ``predict.py``, and the
-best is chosen in ``choose.py``. Tests: tests/planner/test_predict.py.
+``plan_mesh.py`` returns them, and ``cli/plan.py`` prints them. Tests: tests/planner/test_predict.py.
 """
 
 from __future__ import annotations
@@ -18,14 +17,12 @@ from para_core.adapters.planner.work import Workload
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-# Published seconds of other software, divided by the predicted seconds: the smallest and the largest ratio of
-# compiled transformers, of eager ones on one device, and of eager ones on several. See
-# benchmarks/results/planner_check.json.
+# Published seconds of other software, divided by the predicted seconds: the smallest and the largest ratio of three
+# kinds of transformers. "eager" is on several devices. See benchmarks/results/planner_check.json.
 PUBLISHED_RATIOS = {"compiled": (1.06, 1.81), "eager": (0.69, 4.8), "eager, one device": (0.63, 1.57)}
 # Numbers of ranks that are compared with the one that the user names: fewer if it runs, else more.
 _OTHER_RANKS = (1, 2, 4, 8, 16, 32, 64)
-# Rows of a printed table.
-_PRINTED = 10
+_PRINTED_ROWS = 10
 
 
 @dataclass(frozen=True)
@@ -57,10 +54,7 @@ class Predictions:
         return self.best.shape.ranks
 
     def init_mesh(self, device_type: str | None = None) -> DeviceMesh:
-        """Create the best mesh over all ranks, of the accelerator of this machine or the CPU unless told otherwise.
-
-        It is created even if the prediction is that it cannot run or does not fit (``best.runs``).
-        """
+        """Create the best mesh over all ranks, even one that cannot run. ``device_type`` defaults to this machine's."""
         # Imported here, because predictions need no torch.
         from para_core.distributed.create_mesh import init_context_parallel_mesh
 
@@ -144,11 +138,11 @@ class Predictions:
             "| mesh | seconds | GB | why another is chosen |",
             "| --- | --- | ---: | --- |",
         ]
-        for row in self.rows[:_PRINTED]:
+        for row in self.rows[:_PRINTED_ROWS]:
             least, most = self.seconds_of(row)
             seconds = f"{duration(least)} to {duration(most)}"
             lines.append(f"| {row} | {seconds} | {gigabytes(row.memory)} | {row.problem or row.why} |")
-        if len(self.rows) > _PRINTED:
+        if len(self.rows) > _PRINTED_ROWS:
             lines += ["", f"{len(self.rows) - _PRINTED} more meshes: --json, or rows in Python."]
         return lines
 

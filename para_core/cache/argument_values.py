@@ -206,8 +206,9 @@ def _add_leaves(leaves: Leaves, path: str, value: Any, outer: tuple[int, ...]) -
     if isinstance(value, (set, frozenset)):
         leaves[path] = Leaf((frozenset(value),))
         return
-    if hasattr(value, "tobytes") and hasattr(value, "dtype"):
-        # This is a NumPy array or number.
+    if hasattr(value, "tobytes") and hasattr(value, "dtype") and not value.dtype.hasobject:
+        # This is a NumPy array or number. The bytes of an array of objects are addresses, which may be used
+        # again: _items_of takes it apart.
         largest = None
         if value.size > 0 and value.dtype.kind in _REAL_KINDS:
             largest = float(value.max())
@@ -233,6 +234,8 @@ def _items_of(value: Any) -> dict[str, Any] | None:
         return items
     if isinstance(value, (list, tuple)):
         return {f"[{index}]": item for index, item in enumerate(value)}
+    if hasattr(value, "dtype") and hasattr(value, "flat"):
+        return {".shape": value.shape, **{f"[{index}]": item for index, item in enumerate(value.flat)}}
     if isinstance(value, functools.partial):
         return {".func": value.func, ".args": value.args, ".keywords": value.keywords}
     if isinstance(value, types.MethodType):

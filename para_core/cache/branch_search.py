@@ -369,7 +369,8 @@ class BranchSearch:
         direction, so that a generation begins.
         """
         now = None
-        if branch.clock in self._leaves:
+        # Until the timestep has a direction, another one may be what changes.
+        if branch.direction != 0.0 and branch.clock in self._leaves:
             now = _time_in(self._leaves[branch.clock])
         if now is None:
             now = self._choose_clock(branch)
@@ -386,21 +387,26 @@ class BranchSearch:
 
     def _choose_clock(self, branch: Branch) -> float | None:
         """Choose the first timestep that is a number in this call and the last call of ``branch``, and return
-        it in this call. Return None if there is none.
+        it in this call: one that changed since, if there is one. Return None if there is none.
 
-        One of several clocks may be None in all calls, such as sigmas beside a timestep.
+        One of several clocks may be None in all calls, such as sigmas beside a timestep, or constant, such as
+        ``num_timesteps``.
         """
+        chosen = None
         for path in self._leaves:
             if path not in self._clocks or path not in branch.leaves:
                 continue
             before = _time_in(branch.leaves[path])
             now = _time_in(self._leaves[path])
-            if before is not None and now is not None:
-                branch.clock = path
-                branch.start = before
-                branch.direction = 0.0
-                return now
-        return None
+            if before is None or now is None or (chosen is not None and now == before):
+                continue
+            branch.clock = path
+            branch.start = before
+            branch.direction = 0.0
+            chosen = now
+            if now != before:
+                break
+        return chosen
 
     def _is_same(self, x: Leaf | None, y: Leaf | None) -> bool:
         """Whether two values are equal. Waits for the device, and is collective with ``agree``, if two

@@ -119,7 +119,7 @@ def fill_slot(
             they raise ``TypeError``.
 
     Raises:
-        TypeError: The instance cannot have attributes.
+        TypeError: The instance cannot have attributes, or no class can be derived from its class.
         AttributeError: The class of the instance lacks one of the methods. The slot stays as it was.
     """
     if not hasattr(instance, "__dict__"):
@@ -276,5 +276,6 @@ def _set_fillings(instance: Any, fillings: Mapping[Key, Filling]) -> None:
         return
     record = instance.__dict__.get(RECORD) or InstanceRecord()
     record.compose(instance, dict(fillings))
-    instance.__dict__[RECORD] = record
+    # Before the record is stored: a class may refuse to be derived from, and then the slots stay empty.
     enter_private_class(instance, record.chains)
+    instance.__dict__[RECORD] = record

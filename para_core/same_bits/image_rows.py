@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from para_core.distributed.mesh import MeshDim
@@ -273,17 +274,20 @@ def _product(mode: SameBitsRows, func: Function, args: Sequence[Any], kwargs: di
     """
     operands = operands_of(func, args, kwargs)
     a, b = operands[-2:]
+    if operands[0].is_meta:
+        # The input of a baddbmm with beta=0, for which spatial.factories allocates nothing. Here torch gets it.
+        operands[0] = torch.empty((), dtype=a.dtype, device=a.device).expand(operands[0].shape)
     if name_of(func) == "rmatmul":
         a, b = b, a
     rows_a, rows_b = rows_of(a), rows_of(b)
     is_batched = rows_a is not None and rows_a == rows_b and rows_a.dim < a.ndim - 2
     if is_batched or (rows_b is None and rows_a is not None and rows_a.dim < a.ndim - 1):
-        return _run_on_rows(mode, func, args, kwargs)
+        return _run_on_rows(mode, func, operands, kwargs)
     has_rows = rows_a is not None and rows_a.dim == a.ndim - 2
     if has_rows and name_of(func) != "rmatmul":
         operands[-1] = gather_as_is(mode.ranks, b)
         return _run_on_rows(mode, func, operands, kwargs)
-    return _run_on_all_rows(mode, func, args, kwargs)
+    return _run_on_all_rows(mode, func, operands, kwargs)
 
 
 def _interpolate(mode: SameBitsRows, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

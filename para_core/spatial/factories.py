@@ -40,8 +40,8 @@ def run_filled(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict
         return set_rows(func(*args, **kwargs), rows)
     if name_of(func) == "empty" and "size" not in kwargs:
         # Allocate no memory: this is the tokens × tokens input of a baddbmm with beta=0, which does not read
-        # it. Any write to an expanded tensor raises.
-        return torch.empty((), **kwargs).expand(shape)
+        # it. On the meta device any other use of it raises, also after writes.
+        return torch.empty(shape, **{**kwargs, "device": "meta"})
     out: Tensor = func(*args, **kwargs)
     return out
 

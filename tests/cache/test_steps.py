@@ -91,7 +91,7 @@ FLAGS = {
     "list": lambda on: [2] if on else None,
     "dataclass": lambda on: Perturbation((2,) if on else ()),
     "attribute of a dataclass that is no field": lambda on: mutated(on, Perturbation()),
-    "object, changed in place": mutated,
+    "object in an array, changed in place": lambda on: np.array([mutated(on)]),
     "partial": lambda on: functools.partial(bool, on),
     "mask": lambda on: torch.full((1,), float(on)),
     "keyword default": lambda on: lambda *, perturb=on: perturb,
@@ -216,7 +216,7 @@ def test_replaced_block_begins_without_residuals(index):
 
 
 class OfNumbers(Video):
-    def forward(self, x, text, t, index=0):
+    def forward(self, x, text, num_timesteps, t, index=0):
         return super().forward(x, text, torch.as_tensor([t]) / 64)
 
 
@@ -228,7 +228,7 @@ def test_time_or_number_that_changes_at_each_step_is_no_branch(kind):
     for index, expected in indices:
         model = cached_video(OfNumbers)
         for time in 2 * [*range(NUM_STEPS, 0, -1)]:
-            model(X, TEXT, kind(float(time)), index(time))
+            model(X, TEXT, NUM_STEPS, kind(float(time)), index(time))
         decisions = "".join(verdict[0] for verdict in verdicts(model_cache_report(model)))
         assert (decisions[:4], decisions[NUM_STEPS]) == (expected, "w")
 

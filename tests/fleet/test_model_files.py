@@ -179,8 +179,8 @@ def test_fields_follow_from_the_class():
 
 
 def test_sources_describe_the_calls_of_the_classes():
-    names = ("FluxControlNetPipeline", "Flux2KleinInpaintPipeline", "HunyuanDiTPipeline", "SanaVideoPipeline")
-    for name in (*names, "StableDiffusionXLInpaintPipeline"):
+    names = ("FluxControlNet", "Flux2KleinInpaint", "HunyuanDiT", "SanaVideo", "UniDiffuser", "AmusedImg2Img")
+    for name in [f"{name}Pipeline" for name in (*names, "StableDiffusionXLInpaint")]:
         cls = getattr(diffusers, name)
         source = read_pipeline(name)
         imported = describe_class("", cls, {})

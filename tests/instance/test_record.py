@@ -109,8 +109,11 @@ def test_instances_run_their_own_slots_of_each_method():
     # An earlier bound method follows the instance.
     fill_slot(first, Slot.PLAN, {"_call_impl": twice})
     assert bound(ONE) == 2 * 2 * 5
-    with pytest.raises(AttributeError, match="missing"):
-        fill_slot(first, Slot.CACHE, {"missing": twice})
+    final = type("Final", (Greeter,), {"__init_subclass__": None})()
+    for instance, method, error in ((first, "missing", AttributeError), (final, "__call__", TypeError)):
+        with pytest.raises(error):
+            fill_slot(instance, Slot.CACHE, {method: twice})
+        assert not is_filled(instance, Slot.CACHE)
     empty_slot(first, Slot.CACHE)  # This slot is empty, so the class stays.
     assert type(first) is not Replaced
     empty_slot(first, Slot.PLAN)

@@ -11,6 +11,7 @@ from para_core.same_bits.placed_rows import PlacedRows
 from para_core.same_bits.products import have_equal_bytes
 from para_core.spatial.row_group import one_group
 from tests.spatial.test_diffusion_decoder import make_decoder
+from tests.spatial.test_functions import attend_by_products
 from tests.tiny import cpu_mesh, flux_call, flux_pipe
 from zoo.tiny.vaes import TINY_VAES, random_image
 
@@ -59,6 +60,7 @@ def functions_of_rows():
         "sums with alpha": (lambda y: torch.rsub(y.add(y[:, :1], alpha=0.3), y[:, 1:2], alpha=0.3), x.bfloat16()),
         "half of the channels, in place": (lambda y: F.silu(y.clone().chunk(2, dim=1)[1], inplace=True), x),
         "attention": (lambda y: F.scaled_dot_product_attention(y, y, y), x.permute(0, 3, 2, 1)),
+        "attention by products": (attend_by_products, x),
         "product over rows": (lambda y: y @ (y.transpose(-1, -2) @ y), x.permute(0, 3, 2, 1)),
     }
     equal = {}

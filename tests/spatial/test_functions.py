@@ -147,9 +147,7 @@ CASES = {
     "avg_pool3d": lambda i: F.avg_pool3d(i["clip"], (1, 2, 2)),
     "nearest": lambda i: F.interpolate(i["image"], scale_factor=1.5),
     "nearest-exact": lambda i: F.interpolate(i["image"], scale_factor=(2.0, 3.0), mode="nearest-exact"),
-    "nearest to twice the size of another": lambda i: F.interpolate(
-        i["clip"], size=(3, i["clip"].shape[-2] * 2, 2 * i["clip"].size(-1))
-    ),
+    "nearest to a size": lambda i: F.interpolate(i["clip"], size=(3, i["clip"].shape[-2] * 2, 2 * i["clip"].size(-1))),
     "bilinear of 64-bit numbers": lambda i: F.interpolate(i["image"].double(), scale_factor=2.3, mode="bilinear"),
     "bilinear corners": lambda i: F.interpolate(i["image"], scale_factor=2.0, mode="bilinear", align_corners=True),
     "bilinear to a size": lambda i: F.interpolate(i["image"], size=(11, 13), mode="bilinear"),
@@ -167,9 +165,7 @@ CASES = {
     "linear attention": lambda i: attend_linearly(i["image"]),
     "attention over frames": lambda i: attend_over_frames(i["clip"]),
     "attention within pixels": lambda i: attend_within_pixels(i["clip"]),
-    "cross-attention": lambda i: F.scaled_dot_product_attention(
-        tokens(i["image"]), *[i["matrix"].expand(2, -1, -1)] * 2
-    ),
+    "cross": lambda i: F.scaled_dot_product_attention(tokens(i["image"]), *[i["matrix"].expand(2, -1, -1)] * 2),
     "linear": lambda i: F.linear(tokens(i["image"]), i["matrix"]).transpose(1, 2).unflatten(2, i["image"].shape[-2:]),
     "mean of all": lambda i: i["image"].mean(),
     "mean over pixels": lambda i: i["clip"].mean(axis=(2, 3, 4), keepdims=True) * i["clip"].amax(1, keepdim=True),
@@ -196,9 +192,7 @@ CASES = {
     "a whole one resized": lambda i: (
         i["image"] * F.interpolate(i["bias"].view(1, 1, 2, 4), size=i["image"].shape[-2:], mode="bilinear")
     ),
-    "padded to a multiple": lambda i: F.pad(
-        i["image"], (0, (4 - i["image"].shape[-1] % 4) % 4, 0, (4 - i["image"].shape[-2] % 4) % 4)
-    ),
+    "padded to a multiple": lambda i: F.pad(i["image"], (0, -i["image"].shape[-1] % 4, 0, -i["image"].shape[-2] % 4)),
     "numbers of sizes": lambda i: (
         i["image"] * sum(numbers_of(i["image"].shape[-2])) / numbers_of(i["image"].shape[-1])[0] / i["image"].numel()
     ),
@@ -323,6 +317,7 @@ ERRORS = [
     (lambda rows: rows.shard(torch.zeros(4, 3, 8, 5), 4), ValueError, "dim=4 is out of range"),
     # The second token is on rank 0.
     (lambda rows: attend_over_frames(rows.shard(make_inputs(-1)["clip"], -1), 1), MixesRows, "each of 18 runs"),
+    (lambda rows: torch.empty([rows.shard(torch.ones(8, 8)).shape[0]] * 2).tolist(), RuntimeError, "meta"),
     (lambda rows: [torch.cos, torch.sin][dist.get_rank()](rows.shard(IMAGE)), ValueError, "rank 0 .*cos.* rank 1 "),
     (lambda rows: rows.shard(IMAGE).long().mean(2), RuntimeError, r"mean\(\).*Long"),  # These are PyTorch's own errors.
     (lambda rows: F.group_norm(rows.shard(IMAGE), 2), RuntimeError, "channels .*divisible by num_groups"),
