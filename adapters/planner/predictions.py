@@ -143,7 +143,7 @@ class Predictions:
             seconds = f"{duration(least)} to {duration(most)}"
             lines.append(f"| {row} | {seconds} | {gigabytes(row.memory)} | {row.problem or row.why} |")
         if len(self.rows) > _PRINTED_ROWS:
-            lines += ["", f"{len(self.rows) - _PRINTED} more meshes: --json, or rows in Python."]
+            lines += ["", f"{len(self.rows) - _PRINTED_ROWS} more meshes: --json, or rows in Python."]
         return lines
 
 
