@@ -29,7 +29,7 @@ def on_meta(dtype: torch.dtype = torch.bfloat16) -> Iterator[None]:
     """Inside this context, create modules on the meta device, in ``dtype``, and record nothing for a backward.
 
     The default dtype of torch is that of the whole process, so no other thread may create tensors meanwhile:
-    the commands call this before they start threads or ranks.
+    the commands call this before they start ranks or a server.
     """
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
