@@ -28,7 +28,7 @@ from para_core.cli.progress import Bars, showing_phases
 from para_core.cli.ranks import ending_on_error, gather_values, is_first_rank, process_group
 from para_core.cli.traces import trace_path
 from para_core.fleet.build import build, dtype_of
-from para_core.fleet.engine import LaunchedRanks, OwnRank, open_ranks
+from para_core.fleet.engine import LaunchedRanks, OwnRank, open_ranks, starts_processes
 from para_core.fleet.libraries import quiet
 from para_core.fleet.recipe import Recipe, can_verify
 from para_core.fleet.request import Request
@@ -38,7 +38,8 @@ from para_core.progress import report
 from para_core.recorder.run_counter import RunCounter
 
 # Additional timeout in seconds, because the other ranks wait while the first rank generates alone for the
-# comparison.
+# comparison. Under torchrun it stays that of the default group: torch has no public function to change it, so
+# with --check a rank that never answers is noticed only after this time.
 _SECONDS_OF_REFERENCE = 24 * 3600.0
 
 
@@ -83,9 +84,9 @@ def _generate_reference(job: MeasurementJob, ranks: int) -> Reference:
     """
     load = partial(_ReferenceRank, job)
     single_rank: LaunchedRanks | OwnRank = OwnRank(load)
-    if isinstance(open_ranks(load, ranks, timeout=job.recipe.timeout), LaunchedRanks):
+    if starts_processes(ranks):
         env: dict[str, str] = {}
-        if ranks > 1 and "OMP_NUM_THREADS" not in os.environ:
+        if "OMP_NUM_THREADS" not in os.environ:
             # As the ranks will have: a CPU adds up in another order with another number of threads.
             env["OMP_NUM_THREADS"] = "1"
         single_rank = LaunchedRanks(load, 1, timeout=job.recipe.timeout, debug=job.debug, env=env)
@@ -115,7 +116,7 @@ def _measure_on(job: MeasurementJob, ranks: int, reference: Reference | None) ->
     first = is_first_rank()
     # An exact transformer is compared call by call as well, which names the module if it differs. The
     # comparison costs a call of the transformer, so it takes place in a run that is not timed.
-    verifies = job.check and ranks > 1 and can_verify(job.recipe)
+    verifies = job.recipe.verify or (job.check and ranks > 1 and can_verify(job.recipe))
     load = partial(MeasuredRank, job, verifies)
     with closing(open_ranks(load, ranks, timeout=job.recipe.timeout, debug=job.debug)) as group:
         with showing_phases(shown=first):
@@ -131,11 +132,11 @@ def _measure_on(job: MeasurementJob, ranks: int, reference: Reference | None) ->
 class MeasuredRank:
     """The pipeline of a job on this rank. ``verifies`` says whether calls of its transformer are compared."""
 
-    def __init__(self, job: MeasurementJob, verifies: bool = False) -> None:
+    def __init__(self, job: MeasurementJob, verifies: bool) -> None:
         quiet(job.debug)
         self._job = job
         self._untimed_runs = job.count_untimed(verifies=verifies)
-        self._pipe = build(replace(job.recipe, verify=verifies or job.recipe.verify))
+        self._pipe = build(replace(job.recipe, verify=verifies))
 
     def measure(self, reference: Reference | None, link: CallerLink) -> dict[str, Any] | None:
         """Generate as often as the job says. Return the figures on the first rank, None on others. A
@@ -168,13 +169,12 @@ class MeasuredRank:
         ranks = gather_values({"runs": runs, **memory, **counts})
         if not first:
             return None
-        described = make_metadata(pipe, job.request, job.recipe, 0.0)
-        del described["seconds"]
         return {
             "date": time.strftime("%Y-%m-%d"),
-            **described,
+            # The seconds of several runs, below, replace those of one.
+            **make_metadata(pipe, job.request, job.recipe, seconds=0.0),
             "dtype": str(dtype_of(job.recipe)).removeprefix("torch."),
-            "warmup_runs": job.warmup_runs,
+            "warmup_runs": self._untimed_runs,
             "runs": job.runs,
             "seconds": _summarize_seconds([rank.pop("runs") for rank in ranks]),
             "ranks": ranks,

@@ -245,6 +245,11 @@ def open_ranks(
 
     Nothing is started before :meth:`Ranks.start`.
     """
-    if ranks == 1 or ("RANK" in os.environ and "WORLD_SIZE" in os.environ):
-        return OwnRank(load)
-    return LaunchedRanks(load, ranks, timeout=timeout, debug=debug)
+    if starts_processes(ranks):
+        return LaunchedRanks(load, ranks, timeout=timeout, debug=debug)
+    return OwnRank(load)
+
+
+def starts_processes(ranks: int) -> bool:
+    """Whether :func:`open_ranks` returns processes: if there are several ranks, and torchrun started none."""
+    return ranks > 1 and not ("RANK" in os.environ and "WORLD_SIZE" in os.environ)

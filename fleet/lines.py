@@ -1,8 +1,8 @@
 """Lines of a prompt file, which one group of ranks generates one after another.
 
 `cli/generation.py` makes a :class:`LineRun` for ``para_core generate`` with one replica. Several replicas
-generate lines in `replicas.py`, without the phases of `encode_first.py`. Tests: tests/cli/test_generate.py;
-one of them, marked long, ends a rank.
+generate lines in `replicas.py`, without the phases of `encode_first.py`. Tests: tests/cli/test_generate.py,
+where one test, marked long, ends a rank, and tests/fleet/test_encode_first.py with ranks that end at once.
 """
 
 from __future__ import annotations
@@ -65,6 +65,7 @@ class LineRun:
         start again, what ``write`` raises, and what ranks raise between the phases, as when a denoiser does
         not fit.
         """
+        # Each pass ends with fewer lines: encode_batches yields every line, or calls _fail for it.
         while waiting := [line for line in self.lines if line.number not in {*self._done, *self._problems}]:
             try:
                 self.ranks.start()

@@ -1,7 +1,8 @@
 """Results of requests: choice of formats, the sides that a format can hold, and encoding.
 
 `work.py` encodes on the first rank. `result_files.py` writes the encoded files to disk for ``para_core
-generate``; the server sends them instead. Tests: tests/cli/test_generate.py, tests/fleet/test_work.py.
+generate``; the server sends them instead. Tests: tests/cli/test_generate.py, tests/cli/test_refusals.py,
+tests/fleet/test_work.py, tests/fleet/test_hostile.py.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import io
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +65,9 @@ def formats_here(kind: OutputKind) -> tuple[str, ...]:
 
 
 def _has_video_encoder() -> bool:
+    # diffusers' export_to_video needs both packages.
+    if find_spec("imageio") is None:
+        return False
     try:
         import imageio_ffmpeg
 
@@ -139,7 +144,7 @@ def _encode(frames: Sequence[Any], delivery: Delivery) -> bytes:
             path = Path(folder) / "video.mp4"
             # By default frames are stretched to multiples of 16, and the file had another size than the
             # result. The encoder itself needs even sides, because its pixels share colors in squares of 2 ×
-            # 2.
+            # 2. The quality of the request is ignored, as by PNG and GIF.
             export_to_video(list(frames), str(path), fps=delivery.fps, macro_block_size=2)
             return path.read_bytes()
     encoder = delivery.format_.upper()
@@ -152,7 +157,8 @@ def _encode(frames: Sequence[Any], delivery: Delivery) -> bytes:
     elif delivery.format_ == "jpg":
         options = {"quality": 95}
     elif delivery.format_ == "webp" and len(frames) == 1:
-        options = {"lossless": True}
+        # Without "exact" the encoder changes the colors of transparent pixels.
+        options = {"lossless": True, "exact": True}
     if len(frames) > 1:
         duration = 1000 // delivery.fps  # in milliseconds
         if delivery.format_ == "gif":

@@ -1,7 +1,7 @@
 """Pipelines without weights: read their classes and configs, and make components on the meta device from these.
 
 `cli/generation.py` and `cli/plan.py` predict with :func:`without_weights`; ``find_model`` of `build.py` calls
-the rest. Tests: tests/fleet/test_model_files.py, tests/fleet/test_modular.py.
+the rest. Tests: tests/fleet/test_model_files.py, tests/fleet/test_modular.py, tests/fleet/test_work.py.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ logger = logging.getLogger(__name__)
 def on_meta(dtype: torch.dtype = torch.bfloat16) -> Iterator[None]:
     """Inside this context, create modules on the meta device, in ``dtype``, and record nothing for a backward.
 
-    The default dtype of torch is that of the whole process, so no other thread may create tensors meanwhile.
+    The default dtype of torch is that of the whole process, so no other thread may create tensors meanwhile:
+    the commands call this before they start ranks or a server.
     """
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
@@ -75,6 +76,7 @@ def without_weights(model: PipelineInfo, dtype: torch.dtype) -> Any:
         elif value == [None, None]:
             # The folder lacks this optional component.
             components[name] = None
+    # select_pipeline has refused a ControlNet of a class that the pipeline does not name, so each class exists.
     nets = [
         _make_component(dtype, name, "", "diffusers", _class_of_config(name)) for name in model.controlnet
     ]

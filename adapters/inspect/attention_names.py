@@ -1,4 +1,5 @@
-"""Map the attention backends that diffusers names to backends of para_core, for calls on several ranks.
+"""Map the attention backends that diffusers names to backends of para_core, for calls on several ranks, and
+describe the attention processors and code that users exchanged, for ranks to compare.
 
 A user chooses a backend of diffusers by ``set_attention_backend``, ``attention_backend(...)`` or the
 environment. Most of these do not call scaled_dot_product_attention, the function that para_core intercepts.
@@ -7,7 +8,9 @@ and para_core computes attention with its own equivalent of the chosen backend. 
 ``models/attention_dispatch.py``.
 
 ``adapters/compatibility/checks.py`` calls the checks before each parallel call, and ``adapters/parallel``
-runs the call inside :func:`translated_attention`. Tests: tests/adapters/test_unseen_attention.py.
+runs the call inside :func:`translated_attention`. Tests: tests/adapters/test_unseen_attention.py,
+tests/adapters/test_attention_options.py, tests/adapters/compatibility/test_checks.py,
+tests/plans/test_attention_check.py.
 """
 
 from __future__ import annotations
@@ -55,7 +58,11 @@ class ProcessorBackend(NamedTuple):
 
     @property
     def backend(self) -> Backend | None:
-        """The equivalent backend of para_core; None leaves the choice to SDPA."""
+        """The equivalent backend of para_core; None leaves the choice to SDPA.
+
+        None for a native backend, too, which is not in the table: SDPA runs it. Names that have no
+        equivalent are refused before (:func:`check_attention_is_seen`).
+        """
         return TRANSLATED.get(self.name)
 
 

@@ -1,7 +1,8 @@
 """Adapters of Wan Animate 1 and 2. Written for diffusers 0.42.
 
 The first is Wan with a face adapter after some blocks; the second stores the keys of a reference image. What
-they share with Wan is in ``shared/wan.py``. Tests: tests/adapters/test_transformers.py (``-k animate``).
+they share with Wan is in ``shared/wan.py``. Tests: tests/adapters/test_transformers.py
+(``-k "wan and animate"``), tests/weights/test_tensor.py.
 """
 
 from dataclasses import replace
@@ -19,18 +20,18 @@ from para_core.cache.blocks import BlockGroup, CachedBlocks
 from para_core.plans.plan import Attention, Gather
 from para_core.weights.tensor_plan import COLUMNS, ROWS
 
-WAN_ANIMATE_TENSOR = wan_tensor_plan("blocks")
+_TENSOR = wan_tensor_plan("blocks")
 # Each block of the face adapter has its own heads, which attend to face tokens. It normalizes each head
 # separately, so the weights of its norms are not sharded.
 _ADAPTER = "face_adapter.*"
-TENSOR_WITH_FACES = replace(
-    WAN_ANIMATE_TENSOR,
+_TENSOR_WITH_FACES = replace(
+    _TENSOR,
     linears={
-        **WAN_ANIMATE_TENSOR.linears,
+        **_TENSOR.linears,
         **dict.fromkeys((f"{_ADAPTER}.{name}" for name in ("to_q", "to_k", "to_v")), COLUMNS),
         f"{_ADAPTER}.to_out": ROWS,
     },
-    heads=(*WAN_ANIMATE_TENSOR.heads, _ADAPTER),
+    heads=(*_TENSOR.heads, _ADAPTER),
 )
 
 WAN_ANIMATE = Adapter(
@@ -48,7 +49,7 @@ WAN_ANIMATE = Adapter(
     ),
     # The face adapter runs between some blocks. chained=True would require that nothing runs between blocks.
     blocks=CachedBlocks((BlockGroup(("blocks",)),)),
-    tensor=TENSOR_WITH_FACES,
+    tensor=_TENSOR_WITH_FACES,
 )
 
 WAN_ANIMATE_2 = Adapter(

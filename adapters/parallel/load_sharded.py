@@ -3,7 +3,7 @@
 ``fleet/build.py`` calls :func:`from_pretrained_sharded`, as users do. The steps before are in files of their
 own: ``download.py``, and ``mapped_files.py``, which makes the weights memory-mapped. The sharding itself is
 in ``adapters/weights/shard.py``; this file casts, moves and quantizes weights after it. Tests:
-tests/weights/test_load.py.
+tests/weights/test_load.py, tests/weights/test_quantized_files.py, tests/weights/test_tensor.py.
 """
 
 from __future__ import annotations
@@ -238,7 +238,9 @@ def _cast_weights(module: nn.Module, dtype: torch.dtype) -> None:
     """Cast the floating-point weights and stored buffers of ``module`` as ``from_pretrained`` does: to
     ``dtype``, and to float32 what its class keeps so.
 
-    A weight or buffer that several modules share, such as the embedding of T5, stays shared.
+    A weight or buffer that several modules share, such as the embedding of T5, stays shared, in the dtype of
+    its first name. Replaces parameters, so call this before the first call of a sharded module: there FSDP2
+    reads the parameters of its modules again.
     """
     kept = _kept_in_float32(module, dtype)
     # By id of the weight before. A weight is not freed while a module still has it to look up.
@@ -246,10 +248,15 @@ def _cast_weights(module: nn.Module, dtype: torch.dtype) -> None:
     for path, owner in module.named_modules():
         for name, parameter in list(owner.named_parameters(recurse=False)):
             target = torch.float32 if _names_part_of(f"{path}.{name}", kept) else dtype
-            if parameter.is_floating_point() and parameter.dtype != target:
-                if id(parameter) not in cast:
+            if not parameter.is_floating_point():
+                continue
+            if id(parameter) not in cast:
+                # A weight that has its dtype stays the same object, also under its other names.
+                cast[id(parameter)] = parameter
+                if parameter.dtype != target:
                     data = parameter.detach().to(target)
                     cast[id(parameter)] = nn.Parameter(data, requires_grad=parameter.requires_grad)
+            if cast[id(parameter)] is not parameter:
                 owner.register_parameter(name, cast[id(parameter)])
     # Buffers that are not in the files are made by the class, in the dtype that it needs.
     stored = module.state_dict().keys()

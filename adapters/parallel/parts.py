@@ -62,7 +62,7 @@ class ShardPart(Part):
 
     def apply(self) -> Undo:
         # Offloads of an earlier session are undone only now, so this cannot be checked before.
-        self.sharding.check_not_offloaded()
+        self.sharding.check_offloads()
         return do_nothing
 
     def complete(self) -> None:

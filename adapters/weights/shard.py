@@ -4,14 +4,14 @@
 shards. Nothing gathers the weights again. How weights are sharded is the matter of a method
 (:class:`ShardMethod`), which this file looks up by name: ``fsdp_weights.py`` and ``tensor_weights.py``.
 ``adapters/parallel/resolve.py`` and ``load_sharded.py`` call it, too. Tests: tests/weights/test_fsdp.py,
-tests/weights/test_tensor.py.
+tests/weights/test_tensor.py, tests/weights/test_load.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeGuard, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -104,8 +104,8 @@ def shard_weights(
         ``pipe`` itself.
 
     Raises:
-        TypeError: If ``pipe`` is no pipeline, an argument has a wrong type, or a model is inside a wrapper
-            for training (DistributedDataParallel, FSDP1).
+        TypeError: If ``pipe`` is no pipeline, an argument has a wrong type, or a transformer is inside a
+            wrapper for training (DistributedDataParallel, FSDP1).
         ValueError: If a component does not exist or cannot be sharded by ``method``, if the mesh does not
             fit, if a component is offloaded, or if the ranks have different weights or options.
         RuntimeError: If a component is sharded with other settings, if sharding fails, if there are several
@@ -113,7 +113,7 @@ def shard_weights(
     """
     sharding = prepare_sharding(pipe, mesh, method, components, offload_policy)
     with together(sharding.ranks, "weights cannot be sharded"):
-        sharding.check_not_offloaded()
+        sharding.check_offloads()
     sharding.run()
     return pipe
 
@@ -121,7 +121,7 @@ def shard_weights(
 @dataclass(frozen=True)
 class Sharding:
     """A validated request to shard components of a pipeline, from :func:`prepare_sharding`. :meth:`run` does
-    it.
+    it. If components may be offloaded, call :meth:`check_offloads` before, on all ranks.
 
     Args:
         pipe: The pipeline.
@@ -142,7 +142,7 @@ class Sharding:
     offload_policy: OffloadPolicy | None
     adapter: Adapter | None
 
-    def check_not_offloaded(self) -> None:
+    def check_offloads(self) -> None:
         """Raise ``ValueError`` if a component is offloaded in a way that cannot move shards.
 
         Two kinds of offload may stay: accelerate's model offload, whose moves of sharded components
@@ -201,12 +201,16 @@ def prepare_sharding(
         with agree_on_options("shard_weights", None, options):
             _check_sharding_options(pipe, method, offload_policy)
             _choose_components(pipe, method, components)
-    foreign_mesh = _foreign_mesh(mesh, method)
+    foreign_mesh: DeviceMesh | None = None
     ranks: AnyMesh
+    if _is_foreign(mesh):
+        # The method decides how the mesh is read, so a rank with another one would raise alone.
+        ranks = as_ranks(mesh)
+        agree({"method": str(method)}, ranks)
+        if _takes_any_mesh(method):
+            foreign_mesh = mesh
     if foreign_mesh is None:
         ranks = guided_mesh_for(mesh, pipe, method)
-    else:
-        ranks = as_ranks(foreign_mesh)
     # If one rank raised alone, the others would wait for it in the first call.
     with together(ranks, "weights cannot be sharded"):
         _check_sharding_options(pipe, method, offload_policy)
@@ -231,16 +235,15 @@ def prepare_sharding(
     return Sharding(pipe, method, unsharded, device_mesh, ranks, offload_policy, adapter)
 
 
-def _foreign_mesh(mesh: Any, method: str) -> DeviceMesh | None:
-    """Return ``mesh`` if it has none of the dims of this library, and the method takes it as it is; else
-    None.
-    """
-    if not isinstance(mesh, DeviceMesh) or set(mesh.mesh_dim_names or ()) & {*MESH_DIMS, PIPE_DIM}:
-        return None
+def _is_foreign(mesh: Any) -> TypeGuard[DeviceMesh]:
+    """Whether ``mesh`` is a mesh of torch without the dims of this library."""
+    return isinstance(mesh, DeviceMesh) and not set(mesh.mesh_dim_names or ()) & {*MESH_DIMS, PIPE_DIM}
+
+
+def _takes_any_mesh(method: str) -> bool:
+    """Whether ``method`` exists and takes a foreign mesh as it is."""
     methods = shard_methods()
-    if method in methods and methods[method].takes_any_mesh:
-        return mesh
-    return None
+    return method in methods and methods[method].takes_any_mesh
 
 
 def _check_sharding_options(pipe: Any, method: str, offload_policy: OffloadPolicy | None) -> None:

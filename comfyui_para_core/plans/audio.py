@@ -39,10 +39,11 @@ ACE_STEP = RecordedPlan(
             },
             outputs={"transformer_blocks.-1": Gather(dim=1, segment="audio")},
             joint_order=("audio",),
-            # Half of its kernel of 3 tokens.
+            # Half of its kernel of 3 tokens (GLUMBConv of ace/attention.py).
             halos={"transformer_blocks.*.ff.depth_conv": Halo(dim=2, segment="audio", size=1)},
             attention={
-                # Products of keys and values, summed over all tokens.
+                # Products of keys and values, summed over all tokens (CustomLiteLAProcessor2_0 of
+                # ace/attention.py).
                 "transformer_blocks.*.attn": LinearAttention("audio", sums=(("matmul", 0),)),
                 "transformer_blocks.*.cross_attn": TO_TEXT,
             },
@@ -57,7 +58,8 @@ ACE_STEP = RecordedPlan(
 ACE_STEP15 = RecordedPlan(
     cls="ace.ace_step15.AceStepConditionGenerationModel",
     models="ACE-Step 1.5",
-    refused="its attention over a sliding window makes a mask from the tokens that it gets, on a rank a part of all.",
+    refused="its attention over a sliding window makes a mask from the tokens that it gets, which on each rank "
+    "are only a part.",
 )
 
 STABLE_AUDIO = RecordedPlan(
@@ -71,7 +73,8 @@ STABLE_AUDIO = RecordedPlan(
             inputs={},
             inner={
                 # Unless it has adaLN, the model puts a token of the time step and global_embed in front of the
-                # audio, and drops it after the last layer. Between these it counts as audio.
+                # audio, and drops it after the last layer (_forward of audio/dit.py). Between these it counts as
+                # audio.
                 "transformer.layers.0": {"x": AUDIO},
                 # A table with an entry for each token, and its scale.
                 "transformer.layers.*": {"rotary_pos_emb": Entries((Split(dim=0, like="audio"), None))},

@@ -8,7 +8,9 @@ a collective.
 
 :class:`~para_core.attention.mesh_attention.MeshAttention` calls these functions, except in a graph or with
 ``assume_equal``, where ranks exchange nothing. The modes use the error messages. Tests:
-tests/attention/test_inputs.py, tests/attention/test_mask_rows.py and tests/modes/test_unified.py.
+tests/attention/test_inputs.py, tests/attention/test_mask_rows.py, tests/modes/test_unified.py,
+tests/modes/test_transformers_models.py (:func:`warn_of_single_tokens`) and tests/test_bad_input.py
+(:func:`explain_difference`, :func:`difference_of_lengths`).
 """
 
 from __future__ import annotations
@@ -193,8 +195,10 @@ def settle_masks(
     left:
 
     1. masks of padding, with equal rows, become masks of one row (``_are_key_masks``);
-    2. ranks without a mask get an open one (``_sizes_with_absent``, which takes masks of one row only);
-    3. ranks without queries get one row, if all others have one (``_with_broadcast_rows``);
+    2. ranks without a mask get an open one (``_sizes_with_absent``). It has one row, so beside a mask of
+       padding that still had a row per query it would be refused;
+    3. ranks without queries get one row, if all others have one (``_with_broadcast_rows``), which a rank
+       without a mask, whose number of rows is -1, would not have;
     4. the extents follow from the sizes of all ranks, and if each rank has one token, a size of 1 may still
        be local (``_with_single_tokens``).
 

@@ -25,8 +25,9 @@ A forward call launches 7 operators with one column; otherwise 17, and one merge
 second. float32 needs no casts, so there the numbers are 6 and 14. They do not depend on the number of ranks.
 
 :class:`Grid2D` is the style of ``rotate_method="2d"``. The shape of the grid is chosen in :mod:`.grid_shape`,
-and the gradient is in :mod:`para_core.attention.gradients.grid_2d`. Tests: tests/attention/test_exactness.py,
-and tests/attention/test_grid_2d.py for the bytes.
+and the gradient is in :mod:`para_core.attention.gradients.grid_2d`. Tests: tests/attention/test_exactness.py
+and tests/attention/test_gradients.py for the numbers, tests/attention/test_grid_2d.py for the bytes, and
+tests/attention/test_launches.py for the launches.
 """
 
 from __future__ import annotations
@@ -269,7 +270,8 @@ def _attend_in_grid(
 def _pack(out: Tensor, lse: Tensor, inputs: Sequence[Tensor]) -> Tensor:
     """Pack ``out`` and ``lse`` into one ``[S, B, H, D_v + n]`` in the dtype of the query, ``inputs[0]``. The
     bytes of an lse fill n = 1 or 2 elements. If any of ``inputs`` requires a gradient, the dtype is that of
-    lse, and n is 1.
+    lse, and n is 1. All ranks must agree on this: ``call_agreement.py`` compares ``requires_grad`` of inputs
+    and mask, or the caller promises it by ``assume_equal``.
     """
     lse = lse.to(lse_dtype(inputs[0]))  # A user's attn_func may return lse in any dtype.
     if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):

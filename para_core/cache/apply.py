@@ -64,7 +64,8 @@ def apply_cache(
             own caches; ``mesh`` has neither a ``ring`` nor a ``ulysses`` dim, has a dim that is unknown, or
             does not contain this rank.
         RuntimeError: The process groups of ``mesh`` were destroyed, or a call of the model is running with a
-            cache of a pipeline that skips other blocks.
+            cache of a pipeline that skips other blocks; in the latter case an earlier cache of this function
+            is removed.
     """
     module: Any = uncompiled(model)
     settings = options_of("apply_cache", options)
@@ -134,7 +135,7 @@ def cache_context(model: nn.Module, name: str) -> Iterator[None]:
     """
     host = host_of(uncompiled(model))
     if host is None:
-        raise ValueError(f"this {type(model).__name__} has no cache: call apply_cache(model, ...) first.")
+        raise _no_cache(model)
     with host.in_branch(name):
         yield
 
@@ -144,7 +145,8 @@ def cache_options(model: nn.Module) -> CacheOptions | None:
     none.
 
     A module and what ``torch.compile`` made of it are two objects here, unlike in :func:`require_cache`:
-    ranks call this function at each call of a transformer.
+    ranks call this function at each call of a transformer, and reading one slot of this object is all that
+    it costs.
     """
     cache = slot_owner(model, Slot.CACHE, BlockCache)
     if cache is None:
@@ -160,8 +162,13 @@ def require_cache(model: nn.Module) -> BlockCache:
     """
     cache = _find_cache(model)
     if cache is None:
-        raise ValueError(f"this {type(model).__name__} has no cache: call apply_cache(model, ...) first.")
+        raise _no_cache(model)
     return cache
+
+
+def _no_cache(model: nn.Module) -> ValueError:
+    """Return (not raise) the error that ``model`` has no cache."""
+    return ValueError(f"this {type(model).__name__} has no cache: call apply_cache(model, ...) first.")
 
 
 def _find_cache(model: nn.Module) -> BlockCache | None:

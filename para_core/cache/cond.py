@@ -4,7 +4,7 @@ in them.
 The branches of ``torch.cond`` only support plain tensors (torch 2.13 and 2.15). A weight that is a tensor
 wrapper subclass, as torchao's are, fails with "There was no rule registered for HOP cond". Inside a branch,
 ``F.linear`` with such a weight is therefore replaced by a function that takes the plain tensors inside it,
-and rebuilds the weight from them. Other operators on such weights still fail.
+and rebuilds the weight from them. Other operators on such weights still fail, with the same error.
 
 Only :mod:`.graph` uses this, while Dynamo traces. Tests: tests/cache/test_graph.py, where
 the tests with *quantized* in their names have such weights.

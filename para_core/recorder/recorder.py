@@ -1,8 +1,8 @@
 """Record a model call as events (:mod:`.events`), which are passed to a function as they happen.
 
-The counts of the planner, comparisons with the unmodified model and proposals of plans use it. A mode sees
-functions, hooks see modules, and a dispatch mode sees operators. ``same_bits=True`` follows tokens by it,
-too. Tests: tests/recorder/test_recorder.py.
+The counts of the planner, comparisons with the unmodified model, proposals of plans and ``same_bits=True``,
+which follows tokens, use it. A mode sees functions, hooks see modules, and a dispatch mode sees operators.
+Tests: tests/recorder/test_recorder.py.
 """
 
 from __future__ import annotations
@@ -62,6 +62,11 @@ class Recorder(TorchFunctionMode):
     computes over several ranks is recorded with this rank's tensors. Nothing inside a compiled function is
     recorded, so call it under ``torch.compiler.set_stance("force_eager")``.
 
+    The recorder may be entered several times. The hook before a module enters it again if another mode is
+    innermost, so that it sees the calls as the model makes them, and the hook after the module leaves it: each
+    running module notes in ``_calls`` whether it entered. The innermost entry reports a function. Meanwhile
+    ``_is_busy`` is set, so that outer entries, which the same call reaches next, only pass it on.
+
     Args:
         handle: Called with each event.
         compute_attention: Computes the recorded SDPA calls, and the attention functions that are computed by
@@ -86,7 +91,7 @@ class Recorder(TorchFunctionMode):
         self._compute_attention = compute_attention
         self._time = 0
         self._calls: list[_RunningModule] = []
-        # Whether a function is running. The recorder may be entered several times, and reports a call once.
+        # Whether a function is running, which only the innermost entry reports.
         self._is_busy = False
 
     @contextmanager
@@ -110,8 +115,7 @@ class Recorder(TorchFunctionMode):
         """Register hooks that report the calls of ``module``, and return their handles."""
 
         def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            # A plan enters its own modes around some modules, and only the innermost mode sees a call as the
-            # model makes it.
+            # A plan enters its own modes around some modules.
             entered = function_mode_stack()[-1:] != [self]
             self._calls.append(_RunningModule(module, len(self.running), entered))
             self.running.append(name)
@@ -229,7 +233,11 @@ class _RecordedCall(SdpaOwner):
         return self._recorder.run_sdpa(call, self._function)
 
     def begin_other_call(self, *, counts: bool) -> MeshAccess | None:
-        """Report the start of a call that is no SDPA, and let it run as it is."""
+        """Report the start of a call that is no SDPA, and let it run as it is.
+
+        Query, key and value are the first arguments by position: a mode sees the operator of
+        ``flex_attention``, which torch calls so, however the user passed them.
+        """
         query, key, value = self._args[:3]
         self._other_call = SdpaCall(query, key, value)
         self._recorder.start_attention(self._other_call, self._function, is_sdpa=False)

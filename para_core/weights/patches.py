@@ -139,18 +139,24 @@ class _Pointwise(PatchSource):
         live.add_reader(self)
         self._output: Tensor | None = None
         self._patch = -1
+        # Patches that have arrived stay. Without this note, each y = y * y would double the calls that are asked.
+        self._was_complete = False
 
     @property
     def is_complete(self) -> bool:
         """Whether all patches of all inputs have arrived."""
-        if self._call is None:
+        if self._call is None or self._was_complete:
             return True
         leaves = pytree.tree_leaves(self._call)
-        return all(x.source.is_ready for x in leaves if isinstance(x, LazyTensor))
+        self._was_complete = all(x.source.is_ready for x in leaves if isinstance(x, LazyTensor))
+        return self._was_complete
 
     def up_to(self, patch: int) -> Tensor:
         """Wait for patches 0 to ``patch`` of the inputs, and return the whole result, valid for these
         patches.
+
+        Until the last patch, each later patch gives a new tensor. That of the last patch stays, and is the
+        one that :meth:`value` returns.
         """
         if self._patch < patch and self._call is not None:
             func, args, kwargs = self._call

@@ -103,9 +103,10 @@ def test_linear_of_a_quantized_weight_takes_arguments_by_name():
     layer, x = torch.nn.Linear(16, 4), noise(3, 16)
     quantize_(layer, Int8WeightOnlyConfig())
     expected = layer(x)
-    with _PlainWeights(find_wrapped_linears(layer)):
+    layers = find_wrapped_linears(layer)
+    with _PlainWeights(layers):
         out = torch.nn.functional.linear(x, weight=layer.weight, bias=layer.bias)
-    assert torch.equal(out, expected)
+    assert torch.equal(out, expected) and find_wrapped_linears(layer, layers)[0] is layers[0]
 
 
 def run_own_model(compiled, threshold=0.3, parallel=True):

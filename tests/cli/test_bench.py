@@ -33,10 +33,10 @@ def bench(*options):
 
 def test_one_rank_is_measured_and_compared(tmp_path, capsys):
     out, traces = tmp_path / "figures.json", tmp_path / "traces"
-    assert bench("--check", "--out", str(out), "--profile", str(traces)) == 0
+    assert bench("--check", "--verify", "--out", str(out), "--profile", str(traces)) == 0
     figures = json.loads(out.read_text())
-    seconds = figures["seconds"]
-    assert len(seconds["per generation"]["each"]) == 2
+    seconds = figures["seconds"]  # without those of the run that --verify compares
+    assert (figures["warmup_runs"], len(seconds["per generation"]["each"])) == (1, 2)
     assert [len(steps) for steps in seconds["per step"]["steps of first rank"]] == [1, 1]
     # A generation has two steps, and the time of text and VAE.
     assert 0 < seconds["per step"]["median"] < seconds["per generation"]["median"]

@@ -8,8 +8,9 @@ from torch import nn
 
 from para_core.fleet.build import build
 from para_core.fleet.encode_first import EncodeFirst, _Weights, encode_batches
+from para_core.fleet.lines import LineRun
 from para_core.fleet.pipeline_info import find_tiny_flux
-from para_core.fleet.prompt_file import Line
+from para_core.fleet.prompt_file import Line, Problem
 from para_core.fleet.recipe import Recipe
 from para_core.fleet.request import Request
 from para_core.fleet.work import call_pipe
@@ -77,7 +78,7 @@ def test_weights_that_were_restored_in_part_are_parked_and_restored_again():
     assert module.weight.equal(expected)
 
 
-def test_ranks_that_end_while_they_encode_end_the_batches_and_other_prompts_raise():
+def test_prompts_after_the_text_encoders_were_dropped_raise():
     encode_first, pipe = attached()
     list(encode_batches(LINES[:1], encode_first, fail=None))
     with pytest.raises(RuntimeError, match="text-encoders replicate"):
@@ -85,11 +86,22 @@ def test_ranks_that_end_while_they_encode_end_the_batches_and_other_prompts_rais
     # The text encoders would run without their weights.
     with pytest.raises(RuntimeError, match="dropped"):
         list(encode_batches(LINES[:1], encode_first, fail=None))
-    encode_first, _ = attached()
-    ending = mock.patch.object(encode_first, "encode", side_effect=RankDied("rank 1 ended."))
-    with ending as encode, pytest.raises(RankDied, match="rank 1 ended"):
-        list(encode_batches(LINES[:2], encode_first, fail=None))
-    assert [call.args[0].number for call in encode.call_args_list] == [1]
+
+
+@pytest.mark.parametrize("method", ["encode", "generate"])
+def test_line_with_which_ranks_end_fails_and_new_ranks_generate_the_others(method):
+    def call(name, *args, listener=None):
+        if name == method and args[0] in (LINES[1], LINES[1].request):
+            raise RankDied("rank 1 ended.")
+        return name != "encodes_first" or method == "encode"
+
+    ranks, written = mock.Mock(call=call, restarts=True), []
+    problems = LineRun(ranks, LINES, lambda line, _: written.append(line), mock.Mock()).run()
+    assert (problems, written) == ([Problem(2, "rank 1 ended.")], [LINES[0], *LINES[2:]])
+    assert ranks.start.call_count == 2
+    ranks.restarts = False
+    with pytest.raises(RankDied, match="rank 1 ended"):
+        LineRun(ranks, LINES, lambda *_: None, mock.Mock()).run()
 
 
 @pytest.mark.parametrize("options", [{"text_encoders": "replicate"}, {"offload": "blocks"}])

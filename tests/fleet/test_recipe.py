@@ -14,7 +14,6 @@ from para_core.option_values import BACKENDS, EXACT_FORM
 EXCLUDED = [
     ({"vae_placement": "offload", "offload": "model"}, "vae_placement is 'offload' with offload 'model'"),
     ({"resident_blocks": -1, "offload": "blocks"}, "^resident_blocks is -1; expected at least 0"),
-    ({"pipefusion": 0}, "^pipefusion is 0; expected at least 1"),
     ({"mesh": (("ring", 0),)}, "mesh has 'ring=0'"),
     ({"weights": "fsdp", "offload": "blocks"}, "weights are 'fsdp' with offload 'blocks'"),
     *[({check: True, "comm_dtype": "int8"}, "comm_dtype leaves nothing equal") for check in CHECKS],

@@ -186,8 +186,9 @@ def test_result_that_cannot_be_encoded_fails_its_request_only(monkeypatch, tmp_p
 
 
 def test_webp_loses_no_pixel_and_mp4_no_row():
-    image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (16, 16, 3), dtype=np.uint8))
-    assert np.array_equal(pixels(encode([image], Delivery("webp"))[0].data), np.asarray(image))
+    layers = Image.fromarray(np.random.default_rng(0).integers(0, 2, (16, 16, 4), dtype=np.uint8) * 255)
+    for image in (layers, layers.convert("RGB")):
+        assert np.array_equal(pixels(encode([image], Delivery("webp"))[0].data), np.asarray(image))
     sizes = [len(encode([[image] * 2], Delivery("webp", quality=quality))[0].data) for quality in (5, 95)]
     assert sizes[0] < sizes[1]
     gifs = [encode([[image, image.rotate(90)]], Delivery("gif", fps))[0].data for fps in (8, 15, 60)]

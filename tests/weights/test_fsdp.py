@@ -132,6 +132,9 @@ def refuse_meshes():
     for mesh, message in ((of_branches, "2 × 1 "), (of_heads, "2 ranks along 'tensor'"), (three, r"3 dims .*2, 1, 1")):
         with pytest.raises(ValueError, match=f"mesh .*{message}"):
             shard_weights(pipe, mesh)
+    flat = init_device_mesh("cpu", (2,))
+    with pytest.raises(ValueError, match=r"disagree about .*method.*fsdp.*tensor"):
+        shard_weights(pipe, flat, method=("fsdp", "tensor")[flat.get_rank()])
     other = init_device_mesh("cpu", (1,), mesh_dim_names=("alone",))
     if of_branches.get_rank() == 1:
         with pytest.raises(ValueError, match=r"rank 1 .*mesh of 1 "):
@@ -196,10 +199,6 @@ def call_in_order(order):
     return out, tokens, classes
 
 
-def call_in_orders(orders):
-    return [call_in_order(order) for order in orders]
-
-
 BEFORE, AFTER = ("blocks", "root", "parallelize"), ("parallelize", "blocks", "root")
 # FSDP2 keeps the classes that it makes, so an earlier model could change a later one.
 ORDERS = [BEFORE, AFTER, ("parallelize", "root"), ("blocks", "parallelize", "root"), (*AFTER, "unparallelize")]
@@ -209,8 +208,8 @@ ORDERS += [BEFORE, ("blocks", "root"), AFTER]
 @pytest.mark.filterwarnings("ignore::para_core.ForeignCodeWarning")  # The hook of this test only counts tokens.
 def test_own_fully_shard_is_parallel_and_exact_in_any_order(rank_pool):
     expected, all_tokens, _ = call_in_order(())
-    for rank, of_models in enumerate(rank_pool.run(call_in_orders, 2, ORDERS)):
-        for order, (out, tokens, classes) in zip(ORDERS, of_models, strict=True):
+    for order in ORDERS:
+        for rank, (out, tokens, classes) in enumerate(rank_pool.run(call_in_order, 2, order)):
             is_parallel = "parallelize" in order and "unparallelize" not in order
             assert tokens == ({(23, 22)[rank]} if is_parallel else all_tokens), order
             assert relative_error(out, expected) < 1e-5, order

@@ -265,20 +265,20 @@ def test_stored_buffers_are_cast_like_weights_and_what_a_class_keeps_in_float32(
     layer, other = torch.nn.BatchNorm1d(2), torch.nn.BatchNorm1d(2)
     layer.register_buffer("made", torch.ones(2), persistent=False)
     other.running_mean = layer.running_mean
-    model = torch.nn.ModuleDict({"layer": layer, "other": other, "wo": torch.nn.Linear(2, 2).bfloat16()})
+    wo, tied = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2).bfloat16()
+    tied.weight = wo.weight
+    model = torch.nn.ModuleDict({"layer": layer, "other": other, "wo": wo, "tied": tied})
     model._keep_in_fp32_modules = ["wo.weight", "bias"]
     _cast_weights(model, torch.float16)
     assert (layer.running_mean.dtype, layer.made.dtype) == (torch.float16, torch.float32)
-    assert other.running_mean is layer.running_mean
-    assert {(x.dtype, x.requires_grad) for x in model["wo"].parameters()} == {(torch.float32, True)}
+    assert other.running_mean is layer.running_mean and tied.weight is wo.weight
+    assert {(x.dtype, x.requires_grad) for x in (*wo.parameters(), tied.bias)} == {(torch.float32, True)}
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"device_map": "balanced"}, "device_map"),
         ({"torch_dtype": torch.float16}, "torch_dtype.* dtype="),
-        ({"low_cpu_mem_usage": True}, "low_cpu_mem_usage.* memory-mapped"),
         ({"dtype": "bfloat16"}, "dtype is 'bfloat16'; .*torch.bfloat16"),
         ({"weights": "zero"}, "weights .*'zero'; .*'fsdp', 'tensor' or 'stages'"),
     ],

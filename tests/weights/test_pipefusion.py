@@ -1,6 +1,7 @@
 """PipeFusion on any number of stages computes the same as a plain loop over patches in one process."""
 
 from contextlib import nullcontext
+from functools import reduce
 from itertools import chain, repeat
 from math import prod
 from unittest import mock
@@ -139,8 +140,10 @@ def test_result_recorded_before_a_write_keeps_its_values(has_arrived):
             arrival.add(lambda: torch.ones(1, 1))
         doubled = x.detach().double().clone() * 2
         assert isinstance(doubled, LazyTensor)
+        power = reduce(lambda y, _: y * y, range(40), x)  # whose inputs are asked 40 times, not 2 ** 40
         if has_arrived:
             arrival.value()
+        assert power.source.is_ready == has_arrived
         write(x)
         assert (doubled.tolist(), x.tolist()) == ([[2, 2]], [[2, 2]])
 

@@ -9,8 +9,8 @@ Gradients return in float32 (4 bytes), or in float64 for float64 inputs:
     gradients of keys and values:  4 · B · H_kv · (D + D_v) · Σ_column T_j
 
 ``Grid2D.gradient`` in :mod:`para_core.attention.grid_2d` names this function, and the composition of
-gradients (:mod:`para_core.attention.gradients.usp`) calls it. ``tests/attention/test_grid_2d.py`` counts
-launches and bytes, ``tests/attention/test_gradients.py`` compares the numbers with one device.
+gradients (:mod:`para_core.attention.gradients.usp`) calls it. ``tests/attention/test_grid_2d.py`` counts the
+bytes, ``tests/attention/test_gradients.py`` compares the numbers with one device.
 """
 
 from __future__ import annotations
