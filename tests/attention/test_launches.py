@@ -49,14 +49,12 @@ def test_what_counts_as_a_launch():
         pair = [dist.P2POp(dist.isend, x, 1), dist.P2POp(dist.irecv, torch.empty_like(x), 1)]
         [work.wait() for work in dist.batch_isend_irecv(pair)]
         F.scaled_dot_product_attention(x[None], x[None], x[None])
-    collectives = [
-        f"c10d::{name}" for name in ("alltoall_base_", "_allgather_base_", "send", "recv_", "allreduce_", "broadcast_")
-    ]
+    names = ("alltoall_base_", "_allgather_base_", "send", "recv_", "allreduce_", "broadcast_")
+    collectives = [f"c10d::{name}" for name in names]
     collectives += [f"_c10d_functional::{name}" for name in ("all_to_all_single", "reduce_scatter_tensor")]
     attention = next(name for name in counter.by_operator if "dot_product" in name)
     operators = ("clone", "cat", "mul", "ones_like", "add", *collectives, attention)
     assert dict(counter.by_operator) == dict.fromkeys(operators, 1)
-    # Half of x in each exchange, all of it in the others, and 3 bytes.
     assert counter.bytes_sent == (3 / 2 + 3) * x.nbytes + 3
 
 

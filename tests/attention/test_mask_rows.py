@@ -23,7 +23,6 @@ def write(x, index, value):
 
 # What is computed row by row from a mask or a sharded part of it.
 FOLLOWED = {
-    "itself": lambda mask: mask,
     "a batch": lambda mask: mask.view(1, *mask.shape)[None].expand(2, 4, -1, -1),
     "written to": lambda mask: mask.logical_or_(KEYS[None]),
     "the opposite of a copy": lambda mask: ~mask.clone(),

@@ -69,10 +69,8 @@ def nothing(rank, ranks, num_text):
 # (ring, ulysses), segments, options of the call, options of the mode, and a function that returns the bytes of each
 # all-to-all, forward and backward. The latter are those of calls without replicated text that are not gathered.
 ROWS = [
-    ((1, 2), [IMAGE], {}, {}, of_ulysses),
     ((1, 4), [IMAGE], {}, {}, of_ulysses),
     ((1, 4), [TEXT, IMAGE], {}, {}, of_ulysses),
-    ((2, 1), [IMAGE], {}, {}, of_ring),
     ((4, 1), [IMAGE], {}, {}, of_ring),
     ((4, 1), [IMAGE], CAUSAL, {}, of_ring),
     ((2, 1), [TEXT, IMAGE], {}, {}, of_ring),
