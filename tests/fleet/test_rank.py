@@ -204,8 +204,7 @@ def test_partial_images_are_those_of_the_request_that_is_named():
     actor._rank = mock.Mock(generate_batch=run)
     (answer,) = actor.generate_batch([("a", request())], 0)
     assert (len(answer.previews), counts, actor.progress("next", 0)) == (1, [1, 0], (0, []))
-    # A cancel that arrives late is not one of the next request with this id.
-    actor.cancel("a", 0)
+    actor.cancel("a", 0)  # This arrives late, and is not one of the next request with this id.
     assert [x.outcome for x in actor.generate_batch([("a", request()), ("b", request())], 1)] == [None, None]
 
 
