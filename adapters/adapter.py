@@ -37,8 +37,8 @@ class Adapter:
             plan that depends on the module's config.
         text (`"shard"` or `"replicate"`, defaults to `"shard"`): The faster treatment of text tokens, used by
             default.
-        blocks (`CachedBlocks`, *optional*): The block stack, for First Block Cache and stages. Without it
-            both are refused.
+        blocks (`CachedBlocks`, *optional*): The block stack, for First Block Cache, stages, PipeFusion,
+            block offload and attention schedules with copies of a scheduler. Without it these are refused.
         uncached (`str`, *optional*): Reason why the blocks cannot be cached, for a message.
         tensor (`TensorPlan`, *optional*): What tensor parallelism shards. Defaults to the plan that the class
             publishes (``_tp_plan``).

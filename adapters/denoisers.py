@@ -44,7 +44,10 @@ class DenoiserRun(Protocol):
 
 
 class MakeRun(Protocol):
-    """Return the handler that will run ``module`` over ``mesh``. Changes nothing yet.
+    """Return the handler that will run ``module`` over ``mesh``. Changes nothing of the module yet.
+
+    Collective: it may create process groups, so it is not called inside of
+    :func:`~para_core.distributed.agree.together`, where a rank may have failed alone.
 
     ``agree_on_inputs`` is called with the named arguments of each call, and raises if ranks differ.
     ``batched`` says whether samples are sharded over ``batch``.

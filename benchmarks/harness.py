@@ -207,8 +207,13 @@ def _sent(func: Any, args: Sequence[Any]) -> int | None:
             group = dist.ProcessGroup.unbox(boxed)
             sizes = sizes or [len(x) // group.size()] * group.size()
         return (sum(sizes) - sizes[group.rank()]) * x.element_size() * (x.numel() // max(1, len(x)))
-    # Records by which ranks agree are bytes. The gathered statistics of an image are not.
-    if func is torch.ops.c10d._allgather_base_.default and args[1].dtype != torch.uint8:
+    if func is torch.ops.c10d._allgather_base_.default:
+        # The import is not at the top, because gpu-check lists its sections without importing para_core.
+        from para_core.distributed.agree import is_record
+
+        # Records by which ranks agree do not count.
+        if is_record(args[0]):
+            return None
         return args[1].nbytes * (dist.ProcessGroup.unbox(args[2]).size() - 1)
     if func is torch.ops.para_core.all_gather.default:
         x, sizes, *_ = args
@@ -219,7 +224,7 @@ def _sent(func: Any, args: Sequence[Any]) -> int | None:
 @contextmanager
 def counted_traffic() -> Iterator[TrafficCounter]:
     """Yield a :class:`TrafficCounter` that also counts the exchange of guidance branches."""
-    # The import is not at the top, because gpu-check lists its sections without importing para_core.
+    # Imported here for the reason in _sent.
     from para_core.distributed.collectives import all_gather
 
     traffic = TrafficCounter()

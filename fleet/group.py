@@ -60,6 +60,7 @@ class RayReplica(Replica):
         self._processes: list[tuple[int, Notes]] = []  # process id and notes of each rank
         self._dead: set[int] = set()  # ranks whose end was logged
         self._running_ids: set[str] = set()  # ids of the requests of the call that runs
+        self._batches = 0  # number of calls that were begun, by which the actors tell them apart
 
     async def start(self) -> None:
         """Place the ranks and load the pipeline on them. If the replica runs already, it is stopped first.
@@ -236,9 +237,10 @@ class RayReplica(Replica):
                 reported = done
 
         self._running_ids = {id_ for id_, _ in batch}
+        self._batches += 1
         polling = asyncio.ensure_future(poll())
         try:
-            refs = [actor.generate_batch.remote(batch) for actor in actors]
+            refs = [actor.generate_batch.remote(batch, self._batches) for actor in actors]
             answers = (await _wait_for_answers(refs))[0]
         except asyncio.CancelledError:
             # The ranks end after their step, and the next batch waits in their actors until then.
@@ -268,10 +270,9 @@ class RayReplica(Replica):
         return bool(self.actors)
 
     def _cancel_running(self, id_: str) -> None:
-        # The actor would keep the id of a request that has ended, and cancel the next one of this name.
         if self.actors and id_ in self._running_ids:
             # The answer of the first rank decides for all.
-            self.actors[0].cancel.options(concurrency_group=CONTROL).remote(id_)
+            self.actors[0].cancel.options(concurrency_group=CONTROL).remote(id_, self._batches)
 
     async def memory(self) -> Memory | None:
         memory: Memory | None = await self._require_actors()[0].memory.remote()

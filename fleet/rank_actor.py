@@ -2,7 +2,7 @@
 
 `group.py` makes one for each rank and calls it. Nothing here imports Ray, so that tests run it as a plain
 object. Ranks of this host are driven by `engine.py` instead. Tests: tests/fleet/test_rank.py,
-tests/fleet/test_ray.py.
+tests/fleet/test_ray.py, and tests/fleet/test_replicas.py with a cluster.
 """
 
 from __future__ import annotations
@@ -54,10 +54,11 @@ class RankActor:
         self._store: Any = None  # of open_store, on the first rank only; None on others
         self._last_words: LastWords | None = None
         self._log = LogRelay()
-        # The next three are written by generate_batch and read by progress, or the reverse for cancel, in
-        # other threads: those of the group CONTROL.
+        # The threads of the group CONTROL add to _cancelled (cancel) and read the other two (progress); the thread
+        # of generate_batch reads and removes the entries of _cancelled, and writes the other two.
         self._steps_done: dict[str, int] = {}  # of running requests, by id
-        self._cancelled: set[str] = set()  # ids
+        # Numbers of batches and ids of requests. A cancel that arrives after its batch stays here, without effect.
+        self._cancelled: set[tuple[int, str]] = set()
         # Of running requests, by id: progress may ask for a request whose call has not begun, and must not
         # get the images of the one before it.
         self._previews: dict[str, list[Output]] = {}
@@ -101,9 +102,9 @@ class RankActor:
             raise RuntimeError("the rank has not joined the others.")
         return self._rank
 
-    def generate_batch(self, batch: Sequence[tuple[str, Request]]) -> list[Answer]:
+    def generate_batch(self, batch: Sequence[tuple[str, Request]], number: int) -> list[Answer]:
         """Run named requests with the same ``batch_key`` as one call of the pipeline, and return their
-        answers. A collective call.
+        answers. A collective call. ``number`` differs between the batches of a replica.
 
         The call ends early only if all requests are cancelled. What the pipeline raises becomes the outcome
         of every request, because Ray could not send an exception whose class the caller lacks.
@@ -113,6 +114,7 @@ class RankActor:
             torch.cuda.set_device(0)
         ids = [id_ for id_, _ in batch]
         requests = [request for _, request in batch]
+        named = [(number, id_) for id_ in ids]
 
         def note(event: int | Output) -> None:
             for id_ in ids:
@@ -122,13 +124,13 @@ class RankActor:
                     self._steps_done[id_] = event
 
         try:
-            link = CallerLink(note, lambda: self._cancelled.issuperset(ids))
+            link = CallerLink(note, lambda: self._cancelled.issuperset(named))
             results: Sequence[Result | EncodingFailed | None] | None = self._require_joined().generate_batch(
                 requests, link
             )
             if not results:  # Another rank has them.
                 results = [None] * len(ids)
-            return [self._answer(id_, result, len(ids)) for id_, result in zip(ids, results, strict=True)]
+            return [self._answer(name, result, len(ids)) for name, result in zip(named, results, strict=True)]
         except Cancelled as error:
             return [Answer(error, self._steps_done.get(id_, 0)) for id_ in ids]
         except Exception as error:
@@ -139,12 +141,15 @@ class RankActor:
             for id_ in ids:
                 self._steps_done.pop(id_, None)
                 self._previews.pop(id_, None)
-                self._cancelled.discard(id_)
+            self._cancelled.difference_update(named)
 
-    def _answer(self, id_: str, result: Result | EncodingFailed | None, batch: int) -> Answer:
-        """Return the answer for one request of a finished call for ``batch`` requests."""
+    def _answer(self, name: tuple[int, str], result: Result | EncodingFailed | None, batch: int) -> Answer:
+        """Return the answer for one request of a finished call for ``batch`` requests. ``name`` is the number
+        of its batch and its id.
+        """
+        id_ = name[1]
         steps = self._steps_done.get(id_, 0)
-        if id_ in self._cancelled and batch > 1:
+        if name in self._cancelled and batch > 1:
             return Answer(Cancelled(f"cancelled after step {steps}."), steps)
         return Answer(result, steps, tuple(self._previews.get(id_, ())))
 
@@ -154,14 +159,15 @@ class RankActor:
         """
         return self._steps_done.get(id_, 0), self._previews.get(id_, [])[sent:]
 
-    def cancel(self, id_: str) -> None:
-        """Cancel the request ``id_`` after its current step. Called on the first rank, whose answer decides
-        for all.
+    def cancel(self, id_: str, number: int) -> None:
+        """Cancel the request ``id_`` of the batch ``number`` after its current step. Called on the first rank,
+        whose answer decides for all.
 
         The call may arrive before that of :meth:`generate_batch`, which waits while the rank still runs an
-        abandoned batch. So an unknown id is kept, and the caller sends none that has ended.
+        abandoned batch, so an unknown id is kept. It may also arrive after the batch has ended; the number
+        keeps it from cancelling a request that is sent again.
         """
-        self._cancelled.add(id_)
+        self._cancelled.add((number, id_))
 
     def ping(self) -> None:
         """Do nothing. The caller uses the fact that this rank answers."""

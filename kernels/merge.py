@@ -28,7 +28,8 @@ def merge_kernel(
 
     ``a_batch`` … ``lse_row`` are strides in elements: those of out_a, out_b, out, lse_a, lse_b and lse. WIDTH
     is a power of 2, at least ``width``, the head dim. A program reads its rows before it writes them, so the
-    result may be written to the memory of a or b.
+    result may be written to the memory of a or b. Several threads read the lse of a row, which are exchanged
+    through shared memory to weight the outputs, so a barrier comes after all reads and before the first write.
     """
     # Use a single grid dim, because the other grid dims are limited to 65535 programs. Blocks of rows vary
     # fastest.
@@ -37,7 +38,7 @@ def merge_kernel(
     batch = (of_batch_and_head // num_heads).to(tl.int64)
     head = (of_batch_and_head % num_heads).to(tl.int64)
     row = (tl.program_id(0) % blocks).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    column = tl.arange(0, WIDTH)
+    column = tl.arange(0, WIDTH).to(tl.int64)
     is_row = row < num_rows
     inside = is_row[:, None] & (column < width)[None, :]
 

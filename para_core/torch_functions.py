@@ -15,6 +15,7 @@ Function = Callable[..., Any]
 # The name of a method that writes in place, such as __iadd__, begins so; these names begin so, too.
 _NOT_IN_PLACE = ("__invert__", "__index__", "__int__", "__iter__")
 
+# Masks whose rows are followed by these names are trusted afterwards, so a wrong name here lets wrong rows pass.
 # Functions of one tensor whose result has an element for each of its elements. Of other tensors they read the
 # dtype or the device. The names are those of name_of: F.logsigmoid is a C function that is called
 # log_sigmoid.

@@ -14,6 +14,8 @@ from para_core.distributed.mesh import GuidedMesh
 def make_denoiser_run(
     kind: DenoiserKind, module: nn.Module, mesh: GuidedMesh, *, assume_equal: bool, batched: bool
 ) -> DenoiserRun:
-    """Return the handler that will run ``module``, which was checked, over ``mesh``. Changes nothing yet."""
+    """Return the handler that will run ``module``, which was checked, over ``mesh``. Changes nothing yet.
+    Collective: it may create process groups.
+    """
     agree_on_inputs = partial(check_same_call_of_model, module, mesh, assume_equal=assume_equal)
     return kind.make_run(module, mesh, batched=batched, agree_on_inputs=agree_on_inputs)

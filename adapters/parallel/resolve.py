@@ -55,7 +55,7 @@ def resolve(pipe: Any, options: ParallelOptions) -> ParallelSession:
     """
     guided, predicted_method = mesh_and_method(options.mesh, pipe, options.weights)
     # The time-out needs the global ranks, for which the ranks run an exchange: not inside of together(), where
-    # a rank may raise alone. All ranks decide the same.
+    # a rank may raise alone. All ranks decide the same. So do the handlers of denoisers, whose groups need one.
     ranks: set[int] | None = None
     if options.timeout is not None and guided.ranks > 1:
         ranks = _global_ranks(guided)
@@ -65,44 +65,41 @@ def resolve(pipe: Any, options: ParallelOptions) -> ParallelSession:
         options = options.with_encoders(_placement_of_encoders(pipe, guided, options))
         _check_options_fit(pipe, transformers, guided, options)
         attention = options.attention(predicted_method)
-        planned, runs = _model_parts(pipe, transformers, guided, options, attention)
-        session = ParallelSession(guided, [*planned, *runs])
+        batched = _has_batched_calls(pipe)
+        # A part has the compiled wrapper, if there is one.
+        planned = [
+            resolve_transformer(getattr(pipe, name), guided, options, attention, batched=batched)
+            for name in transformers
+        ]
+        session = ParallelSession(guided, [*planned])
         if ranks is not None and options.timeout is not None:
             session.parts.append(TimeoutPart(pipe, guided, as_timedelta(options.timeout), ranks))
         session.parts += _pipeline_parts(pipe, transformers, planned, session, options, attention)
         if options.weights == "replicate":
             check_holds_all(pipe, components_with_blocks(pipe).values(), "weights='replicate'")
+    # Models come first in a session, because the part of the pipeline records the meshes that they then have
+    # (ParallelCall.attach).
+    session.parts[len(planned) : len(planned)] = _denoiser_parts(pipe, guided, options, batched=batched)
     session.parts += _weight_parts(pipe, transformers, guided, options)
     return session
 
 
-def _model_parts(
-    pipe: Any,
-    transformers: Mapping[str, nn.Module],
-    mesh: GuidedMesh,
-    options: ParallelOptions,
-    attention: AttnOptions,
-) -> tuple[list[TransformerPart], list[Part]]:
-    """Return the parts of the transformers, and those of the other denoisers.
-
-    They come first in a session, because the part of the pipeline records the meshes that models then have
-    (:meth:`ParallelCall.attach`).
-    """
+def _has_batched_calls(pipe: Any) -> bool:
+    """Whether the calls of the models of ``pipe`` have all branches of guidance on their batch dim."""
     # Samples are sharded over ``batch`` only if a call has all branches of guidance on its batch dim.
     # Perturbed attention guidance splits the batch inside the model. A pipeline with a guider calls the
     # transformer once per branch, even if other pipelines of the same model concatenate the branches.
     has_guider = getattr(pipe, "guider", None) is not None
-    batched = not (hasattr(pipe, "pag_applied_layers") or has_guider)
-    # A part has the compiled wrapper, if there is one.
-    planned = [
-        resolve_transformer(getattr(pipe, name), mesh, options, attention, batched=batched)
-        for name in transformers
-    ]
+    return not (hasattr(pipe, "pag_applied_layers") or has_guider)
+
+
+def _denoiser_parts(pipe: Any, mesh: GuidedMesh, options: ParallelOptions, *, batched: bool) -> list[Part]:
+    """Return the parts of the denoisers that are no transformers. Collective; may create process groups."""
     runs: list[Part] = []
     for kind, path, module in denoisers_by_kind(pipe):
         run = make_denoiser_run(kind, module, mesh, assume_equal=options.assume_equal, batched=batched)
         runs.append(Change(f"pipe.{path}", run.apply, run.remove))
-    return planned, runs
+    return runs
 
 
 def _pipeline_parts(

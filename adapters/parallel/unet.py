@@ -61,12 +61,13 @@ def parallelize_unet(
         _check_bools(options)
         check_parallelize([model])
     guided = guided_mesh_for(mesh, module)
-    with (
-        restore_on_failure([module]),
-        together(guided, f"this {original_class(module).__name__} cannot run in rows"),
-    ):
+    refusal = f"this {original_class(module).__name__} cannot run in rows"
+    with together(guided, refusal):
         check_parallelize([model], guided)
-        make_denoiser_run(KIND, module, guided, assume_equal=assume_equal, batched=batched).apply()
+    # This is collective, so it comes between the steps that may fail on one rank alone.
+    run = make_denoiser_run(KIND, module, guided, assume_equal=assume_equal, batched=batched)
+    with restore_on_failure([module]), together(guided, refusal):
+        run.apply()
     return unet
 
 

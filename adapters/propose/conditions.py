@@ -15,9 +15,10 @@ from para_core.adapters.propose.records import ObservedCall, tensors_of
 # Matches the words in names (between underscores) of arguments that change between steps, or with the strength of
 # guidance: t, t_emb, temb, timesteps, r_timestep, sigma, logsnr, guidance, control_scale.
 _TIME_WORD = re.compile(r"[trs]|scales?|(log)?(time|temb|step|sigma|snr|noise|guidance|alpha).*")
-# Matches those that occur in no name of a text, and the words that may stand beside the others: timestep_proj and
-# time_embed are time steps or embeddings of them, but prompt_s and text_time may be texts.
+# Matches those that occur in no name of a text, such as timestep in timestep_proj. In prompt_s and text_time the
+# words s and time may name texts.
 _CERTAIN_TIME_WORD = re.compile(r"(timestep|temb|sigma|(log)?snr).*")
+# Matches the words that may stand beside the others: time_embed is an embedding of a time step.
 _EMBEDDING_WORD = re.compile(r"emb.*|proj|mod|cond|level")
 
 
@@ -92,7 +93,8 @@ def _image_arguments(small: ObservedCall, large: ObservedCall) -> list[str]:
     ``[]``.
 
     The calls have equal shapes if the model accepts one image size only. Of the arguments from which the
-    tokens were computed, those with the most dims hold the image.
+    tokens were computed, those with the most dims hold the image. If a text has as many dims and
+    equal calls do not tell it apart, it is left out with them.
     """
     shapes = _shapes_by_name(small)
     if shapes != _shapes_by_name(large):

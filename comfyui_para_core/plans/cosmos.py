@@ -38,7 +38,7 @@ PLAN = Plan(
     joint_order=("video",),
     attention={"blocks.*.cross_attn": (Attention(("video",), ("text",)),)},
 )
-BLOCKS = CachedBlocks((BlockGroup(("blocks",), (VIDEO,), VIDEO),), conditions=("context",))
+BLOCKS = CachedBlocks((BlockGroup(("blocks",), (VIDEO,), measured=VIDEO),), conditions=("context",))
 ARGUMENTS = (
     *("x", "timesteps", "context", "padding_mask"),
     "fps",  # read before the blocks, for the positions

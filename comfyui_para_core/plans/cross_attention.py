@@ -33,7 +33,7 @@ KANDINSKY5 = RecordedPlan(
             attention={"visual_transformer_blocks.*.cross_attention": TO_TEXT},
         ),
         blocks=CachedBlocks(
-            (BlockGroup(("visual_transformer_blocks",), ("visual_embed",), "visual_embed"),),
+            (BlockGroup(("visual_transformer_blocks",), ("visual_embed",), measured="visual_embed"),),
             conditions=("context",),
         ),
     ),
@@ -53,7 +53,7 @@ PIXART = RecordedPlan(
             joint_order=("image",),
             attention={"blocks.*.cross_attn": TO_TEXT},
         ),
-        blocks=CachedBlocks((BlockGroup(("blocks",), ("x",), "x"),), conditions=("context",)),
+        blocks=CachedBlocks((BlockGroup(("blocks",), ("x",), measured="x"),), conditions=("context",)),
     ),
 )
 

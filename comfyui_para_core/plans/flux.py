@@ -38,7 +38,10 @@ DOUBLE_AND_SINGLE = Plan(
 )
 # Shared with hunyuan_video.py.
 BLOCKS = CachedBlocks(
-    (BlockGroup(("double_blocks",), ("img", "txt"), "img"), BlockGroup(("single_blocks",), ("x",), "x")),
+    (
+        BlockGroup(("double_blocks",), ("img", "txt"), measured="img"),
+        BlockGroup(("single_blocks",), ("x",), measured="x"),
+    ),
     conditions=("context",),
     # The model adds residuals to the tokens between blocks, also if the blocks are skipped.
     uncached=("control",),

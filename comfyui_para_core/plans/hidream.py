@@ -33,8 +33,10 @@ HIDREAM = RecordedPlan(
         ),
         blocks=CachedBlocks(
             (
-                BlockGroup(("double_stream_blocks",), ("image_tokens", "text_tokens"), "image_tokens"),
-                BlockGroup(("single_stream_blocks",), ("image_tokens",), "image_tokens"),
+                BlockGroup(
+                    ("double_stream_blocks",), ("image_tokens", "text_tokens"), measured="image_tokens"
+                ),
+                BlockGroup(("single_stream_blocks",), ("image_tokens",), measured="image_tokens"),
             ),
             conditions=("context", "encoder_hidden_states_llama3"),
         ),

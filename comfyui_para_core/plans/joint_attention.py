@@ -37,7 +37,7 @@ SD3 = RecordedPlan(
             joint_order=("text", "image"),
         ),
         blocks=CachedBlocks(
-            (BlockGroup(("joint_blocks",), (FIRST, SECOND), SECOND),),
+            (BlockGroup(("joint_blocks",), (FIRST, SECOND), measured=SECOND),),
             conditions=("context",),
             uncached=("control",),
         ),
@@ -58,7 +58,10 @@ AURA_FLOW = RecordedPlan(
             joint_order=("text", "image"),
         ),
         blocks=CachedBlocks(
-            (BlockGroup(("double_layers",), ("c", "x"), "x"), BlockGroup(("single_layers",), ("cx",), "cx")),
+            (
+                BlockGroup(("double_layers",), ("c", "x"), measured="x"),
+                BlockGroup(("single_layers",), ("cx",), measured="cx"),
+            ),
             conditions=("context",),
         ),
     ),
@@ -89,8 +92,8 @@ COGVIDEOX = RecordedPlan(
 
 def _remove_padding(model: nn.Module, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the arguments without the padding of the text. The blocks cut it off by its number of tokens."""
-    context, mask, tokens = arguments["context"], arguments["attention_mask"], arguments["num_tokens"]
-    if tokens >= context.shape[1] or mask[:, tokens:].any():
+    context, mask, tokens = arguments["context"], arguments.get("attention_mask"), arguments.get("num_tokens")
+    if mask is None or tokens is None or tokens >= context.shape[1] or mask[:, tokens:].any():
         return arguments
     return {**arguments, "context": context[:, :tokens], "attention_mask": mask[:, :tokens]}
 
@@ -112,7 +115,7 @@ MOCHI = RecordedPlan(
             outputs={"final_layer": Gather(dim=1, segment="image")},
             joint_order=("image", "text"),
         ),
-        blocks=CachedBlocks((BlockGroup(("blocks",), ("x", "y"), "x"),), conditions=("context",)),
+        blocks=CachedBlocks((BlockGroup(("blocks",), ("x", "y"), measured="x"),), conditions=("context",)),
     ),
     prepare=_remove_padding,
 )
@@ -209,8 +212,8 @@ HUNYUAN3D = RecordedPlan(
         ),
         blocks=CachedBlocks(
             (
-                BlockGroup(("double_blocks",), ("img", "txt"), "img"),
-                BlockGroup(("single_blocks",), ("x",), "x"),
+                BlockGroup(("double_blocks",), ("img", "txt"), measured="img"),
+                BlockGroup(("single_blocks",), ("x",), measured="x"),
             ),
             conditions=("context",),
         ),

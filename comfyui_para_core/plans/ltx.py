@@ -43,7 +43,9 @@ LTX_VIDEO = RecordedPlan(
             joint_order=("video",),
             attention={"transformer_blocks.*.attn2": (Attention(("video",), ("text",)),)},
         ),
-        blocks=CachedBlocks((BlockGroup(("transformer_blocks",), ("x",), "x"),), conditions=("context",)),
+        blocks=CachedBlocks(
+            (BlockGroup(("transformer_blocks",), ("x",), measured="x"),), conditions=("context",)
+        ),
     ),
 )
 

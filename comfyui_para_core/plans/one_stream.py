@@ -32,7 +32,7 @@ LUMINA = RecordedPlan(
             outputs={"layers.-1": Gather(dim=1, segment="tokens")},
             joint_order=("tokens",),
         ),
-        blocks=CachedBlocks((BlockGroup(("layers",), ("x",), "x"),), conditions=("context",)),
+        blocks=CachedBlocks((BlockGroup(("layers",), ("x",), measured="x"),), conditions=("context",)),
     ),
 )
 
@@ -76,7 +76,7 @@ KREA2 = RecordedPlan(
             outputs={"last": Gather(dim=1, segment="tokens")},
             joint_order=("tokens",),
         ),
-        blocks=CachedBlocks((BlockGroup(("blocks",), ("x",), "x"),), conditions=("context",)),
+        blocks=CachedBlocks((BlockGroup(("blocks",), ("x",), measured="x"),), conditions=("context",)),
     ),
 )
 
@@ -96,7 +96,7 @@ ERNIE_IMAGE = RecordedPlan(
             outputs={"final_linear": Gather(dim=1, segment="tokens")},
             joint_order=("tokens",),
         ),
-        blocks=CachedBlocks((BlockGroup(("layers",), ("x",), "x"),), conditions=("context",)),
+        blocks=CachedBlocks((BlockGroup(("layers",), ("x",), measured="x"),), conditions=("context",)),
     ),
 )
 

@@ -76,7 +76,9 @@ WAN = RecordedPlan(
             joint_order=("video",),
             attention={"blocks.*.cross_attn": TO_TEXT},
         ),
-        blocks=CachedBlocks((BlockGroup(("blocks",), ("x",), "x"),), conditions=("context", "clip_fea")),
+        blocks=CachedBlocks(
+            (BlockGroup(("blocks",), ("x",), measured="x"),), conditions=("context", "clip_fea")
+        ),
     ),
     # ComfyUI makes timesteps of frames for this class alone (WAN22 in comfy/model_base.py), so the plans
     # below need neither.
@@ -98,7 +100,9 @@ CAMERA = RecordedPlan(
             joint_order=("video",),
             attention={"blocks.*.cross_attn": TO_TEXT},
         ),
-        blocks=CachedBlocks((BlockGroup(("blocks",), ("x",), "x"),), conditions=("context", "clip_fea")),
+        blocks=CachedBlocks(
+            (BlockGroup(("blocks",), ("x",), measured="x"),), conditions=("context", "clip_fea")
+        ),
     ),
 )
 
@@ -149,7 +153,9 @@ HUMO = RecordedPlan(
                 "blocks.*.audio_cross_attn_wrapper.audio_cross_attn": (Attention(("frame",), ("sound",)),),
             },
         ),
-        blocks=CachedBlocks((BlockGroup(("blocks",), ("x",), "x"),), conditions=("context", "audio_embed")),
+        blocks=CachedBlocks(
+            (BlockGroup(("blocks",), ("x",), measured="x"),), conditions=("context", "audio_embed")
+        ),
     ),
 )
 

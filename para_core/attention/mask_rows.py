@@ -6,7 +6,8 @@ So rows are taken for this rank's only if ``cp.shard`` made them by the layout o
 all equal, which is a mask of keys.
 
 ``cp.shard`` marks the part that it returns (:func:`mark_part`). Views of a marked tensor have the mark of
-their base, and a mode marks what is computed from it row by row (:func:`follow_parts`).
+their base, except tensors of inference mode, which know no base. A mode marks what is computed from a marked
+tensor row by row (:func:`follow_parts`), in inference mode also its views.
 
 ``cp.shard`` and :mod:`para_core.modes.functional` set marks; :mod:`.call_agreement` reads them, in eager
 calls in which ranks exchange the properties of their masks. Tests: tests/attention/test_mask_rows.py.
@@ -106,7 +107,8 @@ _CONSTANTS = """
 # Functions that compute a row of their result from the same row of their arguments. After any other function, such
 # as ``tril`` or ``flip``, nobody knows whose rows the result has.
 _BY_ROW = OF_ONE + OF_SEVERAL + "repeat repeat_interleave tile share_memory pin_memory"
-# These keep the rows if the step from one row to the next in memory stays.
+# These keep the rows if the step from one row to the next in memory stays. If reshape or flatten copies, they keep
+# rows of which the last two dims stay.
 _VIEWS = "getitem view reshape unsqueeze squeeze expand expand_as broadcast_to flatten unflatten select"
 _NAMES_OF_CONSTANTS, _NAMES_BY_ROW = frozenset(_CONSTANTS.split()), frozenset(_BY_ROW.split())
 _NAMES_OF_VIEWS = frozenset(_VIEWS.split())
@@ -132,6 +134,9 @@ def follow_parts(function: Function, args: Sequence[Any], values: Iterable[Any],
         read = args[:1]
     elif name == "copy":
         read = args[1:2]
+    elif name == "repeat_interleave" and any(isinstance(x, Tensor) for x in read[1:]):
+        # Numbers in a tensor may drop rows and repeat others.
+        return
     # Under a transform no mark is read.
     if not isinstance(output, Tensor) or _has_no_rows(output) or innermost_transform() is not None:
         return
@@ -173,8 +178,9 @@ def _common_mark(
     """Return the mark of the rows of ``output``, if all tensors among ``values`` with as many rows have it.
 
     Args:
-        is_view: Whether ``output`` must have the steps between rows of ``values``.
-        is_taken: Whether it must also be their memory, because the function takes rows in any order otherwise.
+        is_view: Whether ``output`` must have the steps between rows of ``values``, or their last two dims if it
+            is a copy.
+        is_taken: Whether it must not be a copy, because the function takes rows in any order then.
         writes: Whether the function has written to ``output``, which may be among ``values``.
     """
     common: Mark | None = None
@@ -182,9 +188,12 @@ def _common_mark(
         if not isinstance(x, Tensor) or _has_no_rows(x) or x.ndim < 2 or x.shape[-2] != output.shape[-2]:
             continue
         mark = mark_of(x, writes=int(writes and x is output))
-        if mark is None or mark[0] != -2 or (is_view and x.stride(-2) != output.stride(-2)):
+        if mark is None or mark[0] != -2:
             return None
-        if is_taken and storage_id(x.untyped_storage()) != storage_id(output.untyped_storage()):
+        if is_view and storage_id(x.untyped_storage()) == storage_id(output.untyped_storage()):
+            if x.stride(-2) != output.stride(-2):
+                return None
+        elif is_view and (is_taken or x.shape[-2:] != output.shape[-2:]):
             return None
         if common is None or common == _ANY_ROWS:
             common = mark

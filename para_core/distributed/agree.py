@@ -51,7 +51,6 @@ MOST_NUMBERS = 3
 _START = struct.Struct("<16sq")
 _NUMBERS = struct.Struct(f"<{MOST_NUMBERS}q")
 _HEADER = struct.Struct(f"{_START.format}{MOST_NUMBERS}q")
-_LENGTH = struct.Struct("<q")
 
 
 class HostGroups:
@@ -70,13 +69,15 @@ class HostGroups:
 
 AgreeingRanks = AnyMesh | HostGroups
 
-# The exceptions that keep their type on the other ranks. Others become a ValueError in agree() and
-# exchange(), which take the errors of invalid input, and a RuntimeError in together(), whose step may fail
-# for any reason.
+# The exceptions that keep their type on the other ranks. Others, including subclasses of these such as
+# ModuleNotFoundError, become a ValueError in agree() and exchange(), which take the errors of invalid input, and a
+# RuntimeError in together(), whose step may fail for any reason.
 _KINDS = (TypeError, ValueError, ImportError, RuntimeError)
 # An exception that was raised on all ranks of a mesh has an attribute of this name, which lists the mesh's
 # process groups, so that an outer together() over the same ranks does not exchange it again.
 _RAISED_ON = "_para_core_raised_on"
+# A tensor into which all_gather_bytes() gathers has an attribute of this name.
+_IS_RECORD = "_para_core_is_record"
 
 
 def agree(
@@ -165,6 +166,10 @@ def together(ranks: AnyMesh, what: str, *, call: str = "this call") -> Iterator[
     enters an inner context, its exchange at the end of the outer context meets the exchange with which the
     other ranks end the inner one. ``call`` names the user's call for the log if ranks are late.
 
+    If a step inside is collective, it begins with an :func:`agree`, :func:`exchange` or context over the same
+    ``ranks``, in which the other ranks meet a rank that has failed before. Any other collective, such as one
+    over fewer mesh dims or the creation of a process group, comes before or after the context.
+
     An exception that is no ``Exception``, such as ``KeyboardInterrupt``, ends the context without an
     exchange: the other ranks wait for this one until the timeout.
 
@@ -232,10 +237,15 @@ def exchange(value: Any, ranks: AnyMesh) -> list[Any]:
     if isinstance(value, Exception):
         data = json.dumps(_record_of_error(value)).encode()
         length = -len(data)
-    lengths = [number for (number,) in _LENGTH.iter_unpack(_all_gather_rows(_LENGTH.pack(length), ranks))]
+    # The header is that of agree(), because another rank may have failed before and meet this exchange there.
+    header = _START.pack(bytes(16), length) + bytes(_NUMBERS.size)
+    lengths = [number for _, number, *_ in _HEADER.iter_unpack(_all_gather_rows(header, ranks))]
     gathered = _all_gather_data(data, lengths, ranks)
-    if min(lengths) < 0:
+    try:
         _raise_first_error(gathered, lengths)
+    except _KINDS as error:
+        setattr(error, _RAISED_ON, _groups_of(ranks))
+        raise
     return [pickle.loads(data) for data in gathered]
 
 
@@ -326,6 +336,7 @@ def all_gather_bytes(
         if by_dim is not None:
             by_dim[dim.name] = group
     gathered = x.new_empty(dim.size * x.numel())
+    setattr(gathered, _IS_RECORD, True)
     work = all_gather_into(gathered, x, group=group, async_op=True)
     try:
         work.wait(PATIENCE)
@@ -337,6 +348,13 @@ def all_gather_bytes(
         rows = [dist.get_group_rank(group, rank) for rank in dist.get_process_group_ranks(dim.group)]
         gathered = gathered.view(dim.size, -1)[rows].flatten()
     return gathered
+
+
+def is_record(gathered: Tensor) -> bool:
+    """Whether :func:`all_gather_bytes` gathers into this tensor, whose dtype alone does not tell: an attention in 8
+    bits gathers bytes, too.
+    """
+    return hasattr(gathered, _IS_RECORD)
 
 
 def _describe_silence(dim: MeshDim, error: RuntimeError) -> str:

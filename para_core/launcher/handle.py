@@ -76,8 +76,9 @@ class Ticket:
 class LaunchState:
     """The ranks and calls of a handle. Calls of several threads run one after another.
 
-    The thread that holds ``turn`` changes the fields; others only read ``group`` and ``current``, and set
-    ``closed``.
+    The thread that holds ``turn`` changes the fields. Other threads read some of them without it, so a value
+    may be old by then. They also set ``closed``; :meth:`Launched.restart` and the ``reopen`` of
+    ``fleet/engine.py`` clear it.
     """
 
     options: LaunchOptions
@@ -287,7 +288,10 @@ class LaunchState:
             )
 
     def end(self) -> None:
-        """End the ranks, at once if a call is running."""
+        """End the ranks, at once if a call is running.
+
+        Idle ranks, and those that load the pipeline outside of a call, first get some seconds to end themselves.
+        """
         if self.group is not None:
             self.group.end(idle=self.current is None)
 
@@ -337,7 +341,13 @@ class Launched:
 
         Callbacks run in another thread. If the awaiting task is cancelled, the call ends after its current
         step.
+
+        Raises:
+            RuntimeError: In a callback of the running call, or in a forked process.
+            Cancelled, RankDied, Exception: As :meth:`__call__`.
         """
+        # Check here, because the running call's callback is in this thread, and not in the one that is started below.
+        self._state.check_caller()
         # The call runs in a thread of its own, which does not inherit the gradients and autocast of this one.
         loop, ticket, thread_state = asyncio.get_running_loop(), Ticket(), current_state()
         future: asyncio.Future[Any] = loop.create_future()

@@ -2,7 +2,8 @@
 
 :mod:`.region` makes one :class:`Interception` for each call, and chooses which of the two it is. How a call
 is computed is in :mod:`.planned_attention`, and how one is recognised in :mod:`para_core.modes.interceptor`.
-Tests: tests/plans/test_exactness.py, tests/plans/test_attention_check.py.
+Tests: tests/plans/test_exactness.py, tests/plans/test_attention_check.py, tests/modes/test_dispatcher.py,
+tests/modes/test_handwritten.py, and those of PipeFusion, tests/weights/test_pipefusion.py.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ class PlannedAttnMode(TorchFunctionMode):
         self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         # Test is_compiling() first: every attribute that is read while tracing becomes a guard of the graph. A
-        # checkpoint turns gradients off as it begins, and its recomputation must find the attention of now.
+        # reentrant checkpoint turns gradients off as it begins, and its recomputation must find the attention of
+        # now. The other kind is found at an attention call: see modes/recomputation.py.
         if not torch.compiler.is_compiling() and func is set_grad_enabled and args == (False,):
             for recomputation in RECOMPUTATION:
                 recomputation.gradients_disabled(partial(self.planned.bind, self.planned))
@@ -111,9 +113,12 @@ class Interception:
     def switch_off(self) -> Iterator[None]:
         """Turn interception off inside the ``with`` block: each attention call runs on one device.
 
-        Only for use outside of :meth:`attend_to`, whose attention has a flag ``active`` of its own, which
-        this does not change.
+        Raises:
+            RuntimeError: Inside of :meth:`attend_to`, whose attention has a flag ``active`` of its own, which this
+                does not change.
         """
+        if self.running[-1] is not self.planned:
+            raise RuntimeError("interception cannot be switched off inside of attend_to().")
         active = self.planned.active
         before = active[0]
         active[0] = False

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from para_core.attention.backends.added import ADDED
+from para_core.distributed.agree import is_record
 from para_core.recorder.operator_count import is_launch, leaf_tensors
 from para_core.torch_internals import OpOverload, TorchDispatchMode, call_kernel, group_named, schema_of
 
@@ -157,8 +158,10 @@ def _bytes_of_c10d(name: str, args: Sequence[Any]) -> int | None:
     inputs = leaf_tensors(args[0])
     if name in ("allgather_", "_allgather_base_", "_reduce_scatter_base_"):
         inputs = leaf_tensors(args[1])
-    # Records (distributed.agree, all_gather_object) are bytes on the CPU, which no model gathers.
-    if "allgather" in name and all(x.dtype == torch.uint8 and x.device.type == "cpu" for x in inputs):
+    if name == "_allgather_base_" and is_record(args[0]):
+        return None
+    # Those of all_gather_object are bytes on the CPU. Models do not use this operator.
+    if name == "allgather_" and all(x.dtype == torch.uint8 and x.device.type == "cpu" for x in inputs):
         return None
     return _bytes_of_kind(_KINDS[name], inputs, group.size())
 

@@ -23,7 +23,6 @@ def write(x, index, value):
 
 # What is computed row by row from a mask or a sharded part of it.
 FOLLOWED = {
-    "itself": lambda mask: mask,
     "a batch": lambda mask: mask.view(1, *mask.shape)[None].expand(2, 4, -1, -1),
     "written to": lambda mask: mask.logical_or_(KEYS[None]),
     "the opposite of a copy": lambda mask: ~mask.clone(),
@@ -46,6 +45,8 @@ UNKNOWN = {
     "with such a mask": lambda part: part & torch.ones(4, 8, dtype=torch.bool).tril(),
     "in another order": lambda part: part.flip(-2),
     "in the order of an index": lambda part: part[[3, 2, 1, 0]],
+    "repeated by numbers": lambda part: part.repeat_interleave(torch.tensor([2, 0, 1, 1]), dim=-2),
+    "copied with other columns": lambda part: part[:, :4].expand(2, 4, 4).reshape(1, 4, 8),
     "written through a view": lambda part: (part[None].tril_(), part)[1],
     "overwritten": lambda part: part.copy_(torch.ones(4, 8).tril()),
     "with another row": lambda part: write(part, 1, part[0].clone()),

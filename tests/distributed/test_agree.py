@@ -34,11 +34,13 @@ def test_consistent_ranks_exchange_a_few_bytes(rank_pool, ring, ulysses):
         assert gathered[0] <= 64
 
 
-def step(mesh, *errors):
-    """Run a step that raises the first of ``errors``, and a step inside it that raises the second."""
+def step(mesh, *errors, exchanged=None):
+    """Run a step that raises the first of ``errors``, and one inside it: an exchange, or a step with the second."""
     with together(mesh, "the step failed"):
         if errors[0] is not None:
             raise errors[0]
+        if exchanged is not None:
+            exchange(exchanged, mesh)
         if errors[1:]:
             step(mesh, *errors[1:])
 
@@ -64,7 +66,6 @@ DISAGREEMENTS = {
         f"TypeError: mesh rank 1: {LONG}$",
     ),
     "all ranks": (lambda mesh, rank: agree(RuntimeError(f"no {rank}"), mesh), "RuntimeError: mesh rank 0: no 0$"),
-    "all ranks alike": (lambda mesh, rank: agree(ValueError("no"), mesh), "ValueError: mesh rank 0: no$"),
     "a long number": (
         lambda mesh, rank: agree(ALIKE, mesh, (2**63 if rank == 1 else 0,)),
         r"ValueError: mesh rank 1: .*\[9223372036854775808\].* at most 3 of 64 bits",
@@ -87,6 +88,11 @@ DISAGREEMENTS = {
         lambda mesh, rank: step(mesh, ValueError("z") if rank == 0 else None, None),
         "ValueError: mesh rank 0: the step failed: z$",
     ),
+    "no exchange": (
+        lambda mesh, rank: step(mesh, ValueError("z") if rank == 1 else None, exchanged=rank),
+        "ValueError: mesh rank 1: the step failed: z$",
+    ),
+    "an inner exchange": (lambda mesh, rank: step(mesh, None, exchanged=TypeError("z")), "TypeError: mesh rank 0: z$"),
 }
 
 

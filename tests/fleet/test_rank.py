@@ -94,7 +94,7 @@ def draw(pipe, prompt=PROMPT, seed=0):
 
 
 def generate(rank, request):
-    return rank.generate_batch([("id", request)])[0]
+    return rank.generate_batch([("id", request)], 0)[0]
 
 
 @pytest.mark.slow
@@ -202,8 +202,10 @@ def test_partial_images_are_those_of_the_request_that_is_named():
         counts.extend(len(actor.progress(id_, 0)[1]) for id_ in ("a", "next"))
 
     actor._rank = mock.Mock(generate_batch=run)
-    (answer,) = actor.generate_batch([("a", request())])
+    (answer,) = actor.generate_batch([("a", request())], 0)
     assert (len(answer.previews), counts, actor.progress("next", 0)) == (1, [1, 0], (0, []))
+    actor.cancel("a", 0)  # This arrives late, and is not one of the next request with this id.
+    assert [x.outcome for x in actor.generate_batch([("a", request()), ("b", request())], 1)] == [None, None]
 
 
 def test_requests_that_differ_otherwise_are_no_batch():

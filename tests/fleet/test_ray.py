@@ -218,7 +218,7 @@ async def cancel_a_start_and_a_batch(replica, actors):
     running.cancel()
     await asyncio.wait([running])
     replica.cancel("a")  # which has ended
-    assert [call for call in actors[0].calls if call[0] == "cancel"] == [("cancel", "a")] and replica.running
+    assert [call for call in actors[0].calls if call[0] == "cancel"] == [("cancel", "a", 1)] and replica.running
     del actors[1].answers["join"]
     starting = asyncio.ensure_future(replica.start())
     await asyncio.sleep(0.05)

@@ -181,6 +181,8 @@ def test_small_kernel_fits_and_moves_16_bytes_at_once(name, arch):
         # A row in 8 bits has a scale after it, so its beginning is a multiple of 4 bytes only.
         rounds, unpacks = "int8" in name or "float8" in name, name.startswith("unpack")
         assert ("ld.global.b32" if rounds and unpacks else "ld.global.v4.b32") in compiled.ptx
+        if compiled.kernel is merge.merge_kernel:  # In place, no thread writes before all have read.
+            assert "bar.sync" in compiled.ptx[compiled.ptx.rindex("ld.global") : compiled.ptx.index("st.global")]
         if compiled.kernel is pack.pack_kernel:
             assert ("st.global.b32" if rounds and not unpacks else "st.global.v4.b32") in compiled.ptx
 

@@ -1,5 +1,7 @@
 """Callbacks of the caller: what they see, what they change on all ranks, and what they cannot reach."""
 
+import asyncio
+
 import pytest
 import torch
 from diffusers.callbacks import MultiPipelineCallbacks, PipelineCallback, SDCFGCutoffCallback
@@ -108,6 +110,7 @@ REFUSED = {
     "returns no dict, as in one process": (lambda pipe, flux: 3, AttributeError, "pop"),
     "calls the pipeline": (lambda pipe, flux: images(flux), *CALL),
     "runs a function": (lambda pipe, flux: flux.run(id), *CALL),
+    "awaits a call": (lambda pipe, flux: asyncio.run(flux.call()), *CALL),
     "restarts": (lambda pipe, flux: flux.restart(), *CALL),
 }
 
