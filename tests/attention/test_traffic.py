@@ -127,9 +127,6 @@ def test_eager_call_exchanges_once_per_mesh_dim(rank_pool, ring, ulysses, sent, 
         assert counts == [(sent, rest), (sent, 0)]
 
 
-# -- Copies and buffers.
-
-
 MOVES = ("copy_", "clone", "cat", "_to_copy", "contiguous", "index_select", "repeat", "repeat_interleave", "stack")
 
 

@@ -165,9 +165,6 @@ def test_code_on_lazy_results_is_exact(rank_pool, foresee):
             assert counts == [calls[rank]] * len(counts), body
 
 
-# -- Errors.
-
-
 def run_another_form():
     """Return the error of the first call on this rank whose output has another shape than a call with equal inputs."""
     guidance, model = shared_by_two(None), Model()

@@ -71,9 +71,6 @@ def test_every_unet_pipeline_is_exact(rank_pool, name, shapes, sizes):
         assert max(map(max, errors.values())) < 1e-5, errors
 
 
-# -- Errors.
-
-
 @torch.no_grad()
 def call_by_hand():
     """Call a UNet in a loop of one's own, also with another sample on each rank."""
