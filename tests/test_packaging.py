@@ -165,9 +165,6 @@ def test_installed_parts_are_found_and_hide_no_package(form, tmp_path, distribut
             assert "found" in run(python, *start, "probe.py", place, installed, cwd=folder).stdout
 
 
-# -- Each extra alone.
-
-
 def required(wheel, extra):
     """Return the installed distributions that the wheel requires with this extra, and all their requirements."""
     own = next(iter(importlib.metadata.distributions(path=[str(wheel)])))

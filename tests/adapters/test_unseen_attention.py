@@ -26,8 +26,6 @@ FAMILIES = ["mochi", "wan, image context", "qwen-image, masked", "sd3", "ltx"]
 # Their processors call SDPA themselves and ignore the backend, also on one device.
 DEAF = ["mochi", "sd3"]
 
-# -- Names of functions that no mode sees.
-
 # The libraries are stand-ins, on a CPU in float32, and the model has no masks.
 EXACT = {
     *("flash", "flash_varlen", "_flash_3", "_flash_varlen_3", "flex", "xformers", "sage", "sage_varlen"),

@@ -150,9 +150,6 @@ def test_calls_equal_one_device(rank_pool, ring, ulysses, options):
     check_all(rank_pool, calls_of(ring, ulysses, options, learns=False), ring, ulysses, **options)
 
 
-# -- Any call.
-
-
 def segments():
     kind = st.sampled_from([(False, False), (True, False), (False, True)])
     segment = st.tuples(st.just("part"), st.integers(0, 9), kind).map(lambda parts: (*parts[:2], *parts[2]))

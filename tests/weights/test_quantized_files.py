@@ -178,9 +178,6 @@ def test_packed_weights_that_cannot_be_sharded_are_refused(kind, folder):
         assert {name: (type(x), x.data_ptr()) for name, x in transformer.named_parameters()} == before
 
 
-# -- A pipeline that torchao quantizes while it is loaded.
-
-
 @pytest.fixture(scope="module")
 def whole_pipe(tmp_path_factory):
     path = tmp_path_factory.mktemp("flux")

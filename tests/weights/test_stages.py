@@ -114,9 +114,6 @@ def test_stages_that_do_not_fit_are_refused():
             parallelize_pipe(flux_pipe(), mesh=mesh, weights="fsdp")
 
 
-# -- Point-to-point transfers after a failed generation.
-
-
 STEPS = 9
 PIPES = {"PipeFusion": PipeFusion(3), "stages": None}
 
