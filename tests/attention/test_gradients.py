@@ -62,9 +62,6 @@ def test_cancelling_gradient_is_as_exact_as_one_device(rank_pool, dims, options,
         assert error <= factor * relative_error(y.grad.double(), x.grad)
 
 
-# -- What is captured, or differentiated otherwise.
-
-
 def learn_scale_and_mask(ring, ulysses):
     scale, bias = (torch.full(shape, 0.7, requires_grad=True) for shape in ((), (12, 12)))
     own = {"attn_func": lambda query, *others, **options: own_attention(query * scale, *others, **options)}

@@ -89,8 +89,6 @@ def test_a_step_adds_no_wait_and_no_copy_and_a_cached_one_adds_one_of_each():
         assert step["waits"] <= most and step["copies to the device"] <= most, name
 
 
-# -- Parts of which only a GPU shows that they are wrong.
-
 DTYPES = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 DTYPES += (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn)
 

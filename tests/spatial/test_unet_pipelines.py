@@ -123,9 +123,21 @@ def refuse_other_unets():
             generate(pipe, "sd, control")
 
 
-@pytest.mark.parametrize("check", [call_by_hand, refuse_tensor_ranks, refuse_other_unets])
-def test_unets_run_in_own_loops_and_are_refused(rank_pool, check):
-    rank_pool.run(check, 2)
+def refuse_unet_of_one_rank():
+    pipe, mesh = UNET_PIPELINES["sd"].build(), cpu_mesh(2, 2)
+    if dist.get_rank() == 1:
+        pipe.unet.hf_device_map = {"a": 0, "b": 1}
+    for call in (lambda: parallelize_pipe(pipe, mesh=mesh), lambda: parallelize_unet(pipe.unet, mesh=mesh)):
+        with pytest.raises(ValueError, match=r"mesh rank 1: .* device_map"):
+            call()
+
+
+CHECKS = [(call_by_hand, 2), (refuse_tensor_ranks, 2), (refuse_other_unets, 2), (refuse_unet_of_one_rank, 4)]
+
+
+@pytest.mark.parametrize(("check", "ranks"), CHECKS)
+def test_unets_run_in_own_loops_and_are_refused(rank_pool, check, ranks):
+    rank_pool.run(check, ranks)
 
 
 def test_options_that_do_not_fit_a_unet_are_refused():
