@@ -4,9 +4,9 @@
     python -m tests.mutants --show             # the mutants as a diff, without running anything
     python -m tests.mutants --count 10 --seed 7 --whole
 
-Each mutant is one changed line in a copy of the repository. Its tests are those of the files that name the changed
-module, then those of the folder that mirrors it, then the quick tests, then, with ``--whole``, the whole suite; they
-end at the first failure. A mutant that no test kills is a line that nobody checks, or one that computes the same.
+Each mutant is one changed line in a copy of the repository. Its tests are those of the files that the head of the
+changed module names, or that name it, then those of its folder, then the quick tests, then, with ``--whole``, the
+whole suite; they end at the first failure. If no test kills a mutant, nobody checks its line, or it changes nothing.
 """
 
 from __future__ import annotations
@@ -155,10 +155,11 @@ def stages_of(file: str, *, whole: bool) -> list[tuple[str, list[str], str]]:
         for path in sorted((ROOT / "tests").rglob("test_*.py"))
         if names_module(path.read_text(), module_of(file))
     ]
-    near = [str(path) for path in dict.fromkeys((own, *naming)) if (ROOT / path).exists()]
+    named = map(Path, re.findall(r"tests/[\w/]+\.py", ast.get_docstring(ast.parse((ROOT / file).read_text())) or ""))
+    near = [str(path) for path in dict.fromkeys((own, *named, *naming)) if (ROOT / path).exists()]
     folders = [Path("tests", *rooms[:depth]) for depth in range(len(rooms) - 1, 0, -1)]
     mirror = [str(path) for path in folders if (ROOT / path).exists()][:1]
-    stages = [("files that name the module", near, DEFAULT), ("its folder", mirror, DEFAULT)]
+    stages = [("files that its head names, or that name it", near, DEFAULT), ("its folder", mirror, DEFAULT)]
     stages.append(("quick tests", ["tests"], QUICK))
     if whole:
         stages.append(("all tests", ["tests"], DEFAULT))
