@@ -15,7 +15,10 @@ from torch import Tensor, nn
 
 from para_core.cache.block_roles import BlockRole
 from para_core.cache.decision import DecisionInput, DecisionOutcome, NumberDecider, Verdict
+from para_core.cache.streams import Streams
+from para_core.instance.private_class import original_class
 from para_core.plans.current_call import allow_skipped_attention_of
+from para_core.torch_internals import version_of
 
 if TYPE_CHECKING:
     from para_core.cache.block_cache import BlockCache
@@ -70,15 +73,19 @@ def run_or_skip_block(
     if role.opens and cache.blocks.modulated is not None:
         arguments = {**dict(zip(role.parameters, args, strict=False)), **kwargs}
         decide(cache, cache.blocks.modulated(block, arguments))
-    if role.enters:
-        cache.entries[role.group] = streams.tensors
-    entries = cache.entries[role.group] or ()
     state = cache.state
     residuals = state.groups[role.group]
+    if role.enters:
+        cache.entries[role.group] = streams.tensors
+        if cache.skip is None and not torch.compiler.is_compiling():
+            residuals.versions = _versions_of(streams.tensors)
+    entries = cache.entries[role.group] or ()
     if cache.skip is None or cache.skip is False:
         output = call(block, *args, **kwargs)
         if role.exits:
             outputs = role.require_outputs(block, streams.tensors, output)
+            if cache.skip is None and not torch.compiler.is_compiling():
+                _check_not_written(block, role, entries, residuals.versions)
             residuals.store(entries, outputs, in_graph=state.decider.in_graph)
     elif cache.skip is True:
         tensors = streams.tensors
@@ -90,6 +97,23 @@ def run_or_skip_block(
     if role.exits:
         cache.entries[role.group] = None
     return output
+
+
+def _versions_of(tensors: Streams) -> list[int]:
+    """Return how often the memory of each of ``tensors`` was written to. Tensors of inference mode do not count it."""
+    return [version_of(x) for x in tensors if x is not None and not x.is_inference()]
+
+
+def _check_not_written(block: nn.Module, role: BlockRole, entries: Streams, versions: list[int]) -> None:
+    """Raise ``ValueError`` if the blocks of the group have written to ``entries``, its inputs, since these had
+    ``versions``: the residual of a stream that is written in place would be 0. Checked at the first step.
+    """
+    if _versions_of(entries) != versions:
+        raise ValueError(
+            f"blocks up to this {original_class(block).__name__} write in place to a stream that they get "
+            f"({', '.join(role.streams)}), so the cache cannot tell what they add to it. Let them return new tensors "
+            "(x = x + y in place of x += y), or pass them copies, by a forward pre-hook of each block."
+        )
 
 
 def decide(cache: BlockCache, residual: Tensor) -> None:

@@ -23,10 +23,12 @@ class Residuals:
     Attributes:
         histories: For each stream, the list of its residuals, newest first; empty if the blocks return the
             stream as it is, None if they return None for it. Empty before the first computed step.
+        versions: How often the inputs of the group were written to when it was entered at the first step.
     """
 
     def __init__(self, room: int) -> None:
         self.room = room
+        self.versions: list[int] = []
         self.histories: list[list[Tensor] | None] = []
 
     def store(self, entries: Streams, outputs: Streams, *, in_graph: bool) -> None:
@@ -44,7 +46,7 @@ class Residuals:
                 if is_first:
                     self.histories[index] = None
                 continue
-            if history is None or (is_first and not in_graph and output is entry):
+            if history is None or (not history and not in_graph and output is entry):
                 continue
             residual = output.detach() - entry.detach()
             if not history and (in_graph or not is_first):

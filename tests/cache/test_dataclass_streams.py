@@ -65,7 +65,7 @@ def steps(model, sound=False):
             far, times = 0.01 * step + 3 * (step == 5), torch.full((1, 7), 1 - step / 99)
             args = [Stream(times[:, :5], text, y[0] - far)] if sound else []
             with torch.no_grad():
-                outputs.append(model(Stream(times, text, x[0] + far), *args))
+                outputs.append(model(Stream(times, text, x[0] + far, mask=times > 0), *args))
     return outputs
 
 

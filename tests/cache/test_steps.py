@@ -342,3 +342,10 @@ def test_named_or_single_branches_do_not_warn(num_texts, conditions):
     model = cached_video(OfAny, conditions)
     denoise_texts(model, num_texts)
     assert len({row.branch for row in model_cache_report(model).rows}) == num_texts
+
+
+def test_blocks_that_write_to_their_input_are_refused(monkeypatch):
+    model, forward = cached_video(), Block.forward
+    monkeypatch.setattr(Block, "forward", lambda self, x, *args: x.copy_(forward(self, x, *args)))
+    with pytest.raises(ValueError, match=r"Block write in place .*\(x\)"), torch.no_grad():
+        model(X.clone(), TEXT, torch.ones(1))
