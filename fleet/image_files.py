@@ -27,20 +27,23 @@ def open_image(data: bytes, max_pixels: int = MAX_IMAGE_PIXELS, *, mode: ImageMo
     """
     from PIL import Image
 
+    message = f"{len(data)} bytes are not a readable image; expected a PNG, JPEG or WebP file."
     try:
         image: Image.Image = Image.open(io.BytesIO(data), formats=_FORMATS)
-        if image.width * image.height > max_pixels:
-            raise ValueError(
-                f"the image has {image.width} × {image.height} pixels; expected at most {max_pixels} in total."
-            )
+    except (OSError, SyntaxError, Image.DecompressionBombError) as error:
+        raise ValueError(message) from error
+    if image.width * image.height > max_pixels:
+        raise ValueError(
+            f"the image has {image.width} × {image.height} pixels; expected at most {max_pixels} in total."
+        )
+    try:
         if image.mode.startswith("I"):  # "I;16"; of an older Pillow "I". No PNG has more than 16 bits.
             # Pillow would cut gray values of 16 bits, as depth maps have them, off at 255: all white.
             image = image.convert("I").point(lambda value: value * (1 / 256)).convert("L")
         return _turn_upright(image.convert(mode))
-    except (OSError, SyntaxError, Image.DecompressionBombError) as error:
-        raise ValueError(
-            f"{len(data)} bytes are not a readable image; expected a PNG, JPEG or WebP file."
-        ) from error
+    except Exception as error:
+        # Pillow reads most of a file only here, and damaged chunks may raise anything, such as an AssertionError.
+        raise ValueError(message) from error
 
 
 def _turn_upright(image: Any) -> Any:
@@ -101,6 +104,6 @@ def convert_mask(data: bytes) -> bytes:
         buffer = io.BytesIO()
         ImageChops.invert(alpha).save(buffer, "PNG")
         return buffer.getvalue()
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError):
-        # An unreadable mask is refused later, like any unreadable image.
+    except Exception:
+        # An unreadable mask is refused later, like any unreadable image, and Pillow may raise anything for it.
         return data

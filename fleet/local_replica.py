@@ -101,6 +101,8 @@ class LocalReplica(Replica):
             await self.stop()
             logger.error("%s: cannot start: %s", self._name, describe_exception(error))
             raise RuntimeError(describe_exception(error)) from error
+        if self._thread is not thread:
+            raise RuntimeError("the replica was stopped while it started.")
         seconds = time.monotonic() - begun
         ready = "ready"
         if self._started:

@@ -88,6 +88,8 @@ CORPUS = {
 }
 VALUES = [("steps", 0), ("steps", 2.5), ("seed", -2), ("seed", 2**63), ("guidance_scale", "much"), ("prompt_2", 5)]
 VALUES += [("steps", 201), ("output_format", "mp4"), ("output_compression", 101)]
+# A PNG with a palette that is missing, and a color of it that is transparent.
+NO_PALETTE = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAMAAAAoyzS7AAAAAXRSTlMAQObYZgAAAApJREFUeJxjYAAAAAIAAUivpHE="
 # Fields besides a prompt, each with words of the refusal, "" if it is accepted.
 FIELDS = [
     *[({"prompt": prompt}, "'prompt'") for prompt in (None, ["a", None])],
@@ -115,6 +117,7 @@ FIELDS = [
     ({"height": 10**400}, "'height' "),
     # -- Images.
     ({"image": image_url(Image.new("1", (4096, 4096)))}, "4096 × 4096 .*4194304"),
+    ({"image": f"data:image/png;base64,{NO_PALETTE}"}, "'image', .*68 bytes are not a readable image"),
     ({"image": [image_url()] * 16, "size": "2048x2048"}, ""),
     # -- Ends of the replica's.
     ({"prompt": "refused"}, "the pipeline says no"),
