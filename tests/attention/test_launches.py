@@ -58,9 +58,6 @@ def test_what_counts_as_a_launch():
     assert counter.bytes_sent == (3 / 2 + 3) * x.nbytes + 3
 
 
-# -- The budgets of one forward call, for any number of ranks. The meta device runs the kernels of CUDA.
-
-
 def require_at_most(budget, counter):
     assert counter.launches <= budget, f"at most {budget} are allowed; {counter}"
 
@@ -132,8 +129,6 @@ def test_python_calls_of_a_ring_grow_with_its_blocks(method):
     # Eight times as many, and not the square of that.
     assert counts[1] < 10 * counts[0]
 
-
-# -- The path of one eager call from the mode to its result.
 
 ROOT = Path(para_core.__file__).parent
 

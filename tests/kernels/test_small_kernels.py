@@ -21,9 +21,6 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 CHUNK = residual.BLOCK * residual.BLOCKS_PER_CHUNK
 
 
-# -- One function each: inputs by shape, and the formula.
-
-
 def partial_results(shape, dtype=torch.float32, seed=0):
     """Return two sides. Rows 0 to 3 saw no key, only keys of a, only keys of b, and keys of very different scores."""
     outs = [normal(*shape, dtype=dtype, seed=seed + side) for side in range(2)]
@@ -174,9 +171,6 @@ def test_more_chunks_than_a_block_holds_are_added_in_rounds(name, monkeypatch):
 def test_other_numbers_of_residuals_or_weights_are_refused(residuals, weights):
     with pytest.raises(ValueError, match=rf"{residuals} residuals and {weights} weights; .*3"):
         residual.forecast(torch.empty(1), [torch.empty(1)] * residuals, [1.0] * weights)
-
-
-# -- A group norm over ranks.
 
 
 def normalized_by_ranks(kernels, parts, groups, weight, bias, eps):
