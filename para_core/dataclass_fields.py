@@ -77,20 +77,20 @@ def change_field(value: Any, path: str, change: Callable[[Any], Any]) -> Any:
             return None
         return change(value)
     name, _, rest = path.partition(".")
-    known: Mapping[str, Any] = {}
+    entries: Mapping[str, Any] = {}
     if isinstance(value, Mapping):
-        known = value
+        entries = value
         if name not in value and _is_model_output(value):
             # It has no entry for a field that is None.
-            known = fields_of(value)
+            entries = fields_of(value)
     elif has_fields(value):
-        known = fields_of(value)
-    if name not in known:
+        entries = fields_of(value)
+    if name not in entries:
         raise TypeError(
             f"the plan names the field {name!r} of a {type(value).__name__}; expected a dataclass, named tuple or dict "
-            f"with that field. Its fields are {list(known) or 'none'}."
+            f"with that field. Its fields are {list(entries) or 'none'}."
         )
-    changed = {name: change_field(known[name], rest, change)}
+    changed = {name: change_field(entries[name], rest, change)}
     if isinstance(value, Mapping):
         return {**value, **changed}
     return with_fields(value, changed)

@@ -118,7 +118,7 @@ def _cached_choice(
     """Compute the result of :func:`_choice_of_pytorch`.
 
     ``enabled`` only distinguishes cache entries: SDPA reads the switches itself. It also reads the order of
-    ``sdpa_kernel(..., set_priority=True)``, of which a later change is not noticed here.
+    ``sdpa_kernel(..., set_priority=True)``; a later change of that order is not noticed here.
     """
     query, value = (torch.empty(1, 1, 2, size, dtype=dtype, device=device) for size in (head_dim, value_dim))
     mask = None

@@ -108,7 +108,7 @@ _CONSTANTS = """
 # as ``tril`` or ``flip``, nobody knows whose rows the result has.
 _BY_ROW = OF_ONE + OF_SEVERAL + "repeat repeat_interleave tile share_memory pin_memory"
 # These keep the rows if the step from one row to the next in memory stays. If reshape or flatten copies, they keep
-# rows of which the last two dims stay.
+# the rows if the last two dims stay.
 _VIEWS = "getitem view reshape unsqueeze squeeze expand expand_as broadcast_to flatten unflatten select"
 _NAMES_OF_CONSTANTS, _NAMES_BY_ROW = frozenset(_CONSTANTS.split()), frozenset(_BY_ROW.split())
 _NAMES_OF_VIEWS = frozenset(_VIEWS.split())

@@ -1,4 +1,4 @@
-"""Merge partial attention results by their lse, with custom operators, each of which is one launch on a GPU.
+"""Merge partial attention results by their lse, with custom operators. Each operator is one launch on a GPU.
 
 :class:`~para_core.attention.attend.Accumulator` holds a :class:`Merged` for each piece of queries;
 :func:`~para_core.attention.local.continue_attention` and :mod:`.blocks` add to it. The kernel is in

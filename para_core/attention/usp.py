@@ -146,8 +146,8 @@ def attend_block(
         if plan.style.has_all_keys:
             out = plan.style.select_queries(out)
         return out, None
-    # One option at most has it, because it must be by position, of which AttnOptions takes one. That is also why
-    # SDPA above, which would leave it out, does not compute this call.
+    # At most one option has it: such an option must be by position, and AttnOptions takes only one of these. SDPA
+    # above would leave it out, and does not compute a call with an option by position.
     attend: Callable[..., tuple[Tensor, Tensor]] = attend_all
     for option in plan.spec.options.others:
         if option.attend is not None:
