@@ -98,12 +98,12 @@ def convert_mask(data: bytes) -> bytes:
         if image.width * image.height > MAX_IMAGE_PIXELS or not image.has_transparency_data:
             return data
         alpha = _turn_upright(image.convert("RGBA")).getchannel("A")
-        if alpha.getextrema()[0] == 255:
-            # As OpenAI's mask it would let nothing be generated. Programs that paint save masks in RGBA.
-            return data
-        buffer = io.BytesIO()
-        ImageChops.invert(alpha).save(buffer, "PNG")
-        return buffer.getvalue()
     except Exception:
         # An unreadable mask is refused later, like any unreadable image, and Pillow may raise anything for it.
         return data
+    if alpha.getextrema()[0] == 255:
+        # As OpenAI's mask it would let nothing be generated. Programs that paint save masks in RGBA.
+        return data
+    buffer = io.BytesIO()
+    ImageChops.invert(alpha).save(buffer, "PNG")
+    return buffer.getvalue()
