@@ -13,7 +13,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -29,15 +29,13 @@ from para_core.modes.foreign_operators import (
     require_route,
 )
 from para_core.modes.handwritten import may_be_scores
-from para_core.modes.registry import AttentionOwner, SdpaOwner, route_of_function
+from para_core.modes.registry import ATTENTION_FUNCTIONS, AttentionOwner, SdpaOwner, route_of_function
 from para_core.torch_internals import (
-    FUSED_ATTENTION_FUNCTIONS,
     DisableTorchFunction,
     HigherOrderOperator,
     InvokeSubgraphHOP,
     SpareDispatchKey,
     TracingContext,
-    flex_attention_operator,
     no_frame_of_its_own,
     scaled_dot_product_attention,
     set_grad_enabled,
@@ -48,9 +46,6 @@ SDPA = scaled_dot_product_attention
 # The same function when a model calls the operator by its name in torch.ops.
 SDPA_OPERATOR = torch.ops.aten.scaled_dot_product_attention
 _UNFLATTEN = Tensor.unflatten
-# Functions that compute attention in one piece. A feature may compute them; otherwise they are refused.
-# Disabled hides exactly these, so every function that register_function gets must be one of them.
-_ATTENTION_FUNCTIONS = (F.multi_head_attention_forward, flex_attention_operator, *FUSED_ATTENTION_FUNCTIONS)
 # Operators whose positional arguments include functions: torch.cond, and the operator to which Dynamo lowers
 # torch.utils.checkpoint.
 RUN_FUNCTIONS = (torch.ops.higher_order.cond, torch.ops.higher_order.tag_activation_checkpoint)
@@ -70,7 +65,7 @@ def intercept(
     """
     if func is SDPA or func is SDPA_OPERATOR:
         call = SdpaCall(*args, **kwargs)
-        if torch.compiler.is_compiling() or not DISPATCHER_CONTEXTS.handlers:
+        if torch.compiler.is_compiling() or not DISPATCHER_CONTEXTS.entered:
             return owner.attend(call)
         # This mode handles the call, so the dispatcher must not intercept it again.
         with _DISPATCH_KEY.excluded():
@@ -83,7 +78,7 @@ def intercept(
     route = route_of_function(func)
     if route is not None:
         return route(owner, func, args, kwargs)
-    if func in _ATTENTION_FUNCTIONS:
+    if func in ATTENTION_FUNCTIONS:
         raise RuntimeError(
             f"{getattr(func, '__name__', func)} computes attention without scaled_dot_product_attention, so it "
             "cannot be intercepted: on several ranks each would attend to its own tokens only. Use "
@@ -167,7 +162,7 @@ class Disabled(TorchFunctionMode):
             return torch.ops.aten.scaled_dot_product_attention.default(*args, **kwargs)
         # Hide these calls too. At set_grad_enabled an outer mode would bind the function of a surrounding
         # checkpoint to itself, and it would report a softmax as attention that was computed by hand.
-        hidden = func in _ATTENTION_FUNCTIONS or isinstance(func, HigherOrderOperator)
+        hidden = func in ATTENTION_FUNCTIONS or isinstance(func, HigherOrderOperator)
         if not torch.compiler.is_compiling():
             hidden = hidden or func is set_grad_enabled or may_be_scores(func)
         if hidden or (type(func) in OPERATOR_TYPES and computes_attention(func)):
@@ -240,15 +235,21 @@ def run_in_branch(function: Callable[..., Any], *args: Any) -> Any:
 # it.
 
 
+class _Handling(NamedTuple):
+    """The arguments of one :func:`at_the_dispatcher` context."""
+
+    handler: SdpaHandler
+    is_active: Callable[[], bool]
+
+
 class _DispatcherContexts(threading.local):
-    """The arguments of all :func:`at_the_dispatcher` contexts that this thread has entered, the innermost last."""
+    """The :func:`at_the_dispatcher` contexts that this thread has entered, the innermost last."""
 
     def __init__(self) -> None:
-        self.handlers: list[SdpaHandler] = []
-        self.is_active: list[Callable[[], bool]] = []
+        self.entered: list[_Handling] = []
 
 
-# The name is public, because UnifiedAttnMode looks for handlers before each SDPA call.
+# The name is public, because UnifiedAttnMode asks before each SDPA call whether a context was entered.
 DISPATCHER_CONTEXTS = _DispatcherContexts()
 
 
@@ -257,10 +258,9 @@ def outer_attention(call: SdpaCall) -> Tensor:
     context. If there is none, compute it on one device. Only the handler of the innermost context may call
     this function.
     """
-    handlers = DISPATCHER_CONTEXTS.handlers
-    if len(handlers) <= 1:
+    if len(DISPATCHER_CONTEXTS.entered) <= 1:
         return call.on_one_device()
-    return handlers[-2](call)
+    return DISPATCHER_CONTEXTS.entered[-2].handler(call)
 
 
 def _handle_dispatched(call: SdpaCall) -> Tensor:
@@ -278,7 +278,7 @@ def _handle_dispatched(call: SdpaCall) -> Tensor:
             "function uncompiled."
         )
     with _DISPATCH_KEY.excluded():
-        return DISPATCHER_CONTEXTS.handlers[-1](call)
+        return DISPATCHER_CONTEXTS.entered[-1].handler(call)
 
 
 class _DispatchedCalls(SdpaOwner):
@@ -299,7 +299,7 @@ def _kernel_of(namespace: str, name: str) -> Callable[..., Any]:
 
     def dispatched(*args: Any, **kwargs: Any) -> Any:
         operator = getattr(getattr(torch.ops, namespace), name)
-        if not DISPATCHER_CONTEXTS.is_active[-1]():
+        if not DISPATCHER_CONTEXTS.entered[-1].is_active():
             with _DISPATCH_KEY.excluded():
                 return operator(*args, **kwargs)
         return _run_operator(_DISPATCHED_CALLS, operator, args, kwargs)
@@ -338,14 +338,12 @@ def at_the_dispatcher(handler: SdpaHandler, is_active: Callable[[], bool] = lamb
     """
     if not dispatcher_is_available():
         raise RuntimeError("attention cannot be intercepted at the dispatcher of this torch. Use a mode.")
-    DISPATCHER_CONTEXTS.handlers.append(handler)
-    DISPATCHER_CONTEXTS.is_active.append(is_active)
+    DISPATCHER_CONTEXTS.entered.append(_Handling(handler, is_active))
     try:
         with _DISPATCH_KEY.included():
             yield
     finally:
-        DISPATCHER_CONTEXTS.handlers.pop()
-        DISPATCHER_CONTEXTS.is_active.pop()
+        DISPATCHER_CONTEXTS.entered.pop()
 
 
 def not_at_the_dispatcher() -> AbstractContextManager[Any]:

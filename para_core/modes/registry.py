@@ -4,12 +4,9 @@ A feature is a file of this folder that calls the functions below, or appends to
 imported. ``__init__`` imports it, in one line. Without that line the attention functions and operators that
 the feature computes are refused like any other that cannot be intercepted.
 
-All features must be registered before the first model call: :func:`route_of_operator` caches its results, and
-Dynamo takes them for constants.
-
-The features are :mod:`.multi_head`, :mod:`.flex_attention`, :mod:`.flash_attention` and
-:mod:`.recomputation`. Tests: tests/lift_out.py removes them one by one; tests/modes/test_dispatcher.py and
-tests/modes/test_unified.py check what is refused.
+The features are :mod:`.multi_head`, :mod:`.flex_attention`, :mod:`.flash_attention` and :mod:`.recomputation`.
+``PLANNED_CALLS`` is written by :mod:`para_core.plans.region`, for the last of them. Tests: tests/lift_out.py
+removes them one by one; tests/modes/test_dispatcher.py and tests/modes/test_unified.py check what is refused.
 """
 
 from __future__ import annotations
@@ -22,6 +19,7 @@ from types import CodeType
 from typing import Any, NoReturn, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from para_core.attention.attention_options import AttnOptions
@@ -29,6 +27,7 @@ from para_core.attention.mesh_attention import ChooseLayouts
 from para_core.attention.sdpa_call import SdpaCall
 from para_core.distributed.mesh import SequenceMesh
 from para_core.layout.sequence import SequenceLayout
+from para_core.torch_internals import FUSED_ATTENTION_FUNCTIONS, flex_attention_operator
 
 
 @dataclass(frozen=True)
@@ -106,6 +105,9 @@ class Recomputation:
     check_exchanges: Callable[[nn.Module], None]
 
 
+# Functions that compute attention in one piece, without scaled_dot_product_attention. A mode refuses those that no
+# feature computes, and ``Disabled`` hides them all from outer modes.
+ATTENTION_FUNCTIONS = (F.multi_head_attention_forward, flex_attention_operator, *FUSED_ATTENTION_FUNCTIONS)
 # Pairs, and not dicts, because Dynamo compares functions by identity, and need not hash them.
 _FUNCTIONS: list[tuple[Callable[..., Any], Route]] = []
 _OPERATORS: list[tuple[Callable[[Any], bool], Route]] = []
@@ -120,12 +122,20 @@ _MASK_SHARDERS: list[tuple[type, ShardMask]] = []
 
 
 def register_function(function: Callable[..., Any], route: Route) -> None:
-    """Compute calls of ``function``, which torch function modes see, by ``route``."""
+    """Compute calls of ``function``, one of ``ATTENTION_FUNCTIONS``, by ``route``. Raise ``ValueError`` for another."""
+    if function not in ATTENTION_FUNCTIONS:
+        raise ValueError(f"{function} is not in ATTENTION_FUNCTIONS, so Disabled() would not hide it.")
     _FUNCTIONS.append((function, route))
 
 
 def register_operator(matches: Callable[[Any], bool], route: Route) -> None:
-    """Compute operators of ``torch.ops`` for which ``matches(operator)`` is true by ``route``."""
+    """Compute operators of ``torch.ops`` for which ``matches(operator)`` is true by ``route``.
+
+    Raises:
+        RuntimeError: An operator was looked up before: the result is kept, and graphs take it for a constant.
+    """
+    if _index_of_operator.cache_info().currsize:
+        raise RuntimeError("register operators on import, before the first call of a model.")
     _OPERATORS.append((matches, route))
 
 

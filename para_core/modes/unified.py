@@ -309,7 +309,7 @@ class UnifiedAttnMode(LayoutMode):
         is_traced = torch.compiler.is_compiling()
         # The first branch of intercept(), repeated to save a Python call per SDPA call. tests/modes/test_unified.py
         # compares the two: the operator of torch.ops takes that branch.
-        if func is SDPA and (is_traced or not DISPATCHER_CONTEXTS.handlers):
+        if func is SDPA and (is_traced or not DISPATCHER_CONTEXTS.entered):
             return self._attend(SdpaCall(*args, **(kwargs or {})), is_traced=is_traced)
         if func is set_grad_enabled and not is_traced and args == (False,):
             for recomputation in RECOMPUTATION:
