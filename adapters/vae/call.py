@@ -71,6 +71,16 @@ class RowRanks:
         return RowTag(dim, divide_evenly(x.shape[dim], workers.size, unit)), workers
 
 
+def dim_of_rows(x: Tensor) -> int:
+    """Return the dim along which an input of a model is sharded: the longer one of the height and width of images.
+
+    A waveform ``[B, C, length]`` or ``[C, length]`` has no height, so its samples are sharded.
+    """
+    if x.ndim <= 3 or x.shape[-1] > x.shape[-2]:
+        return -1
+    return -2
+
+
 def run_on_rows(
     mode: SpatialShardMode,
     call: Callable[..., Any],

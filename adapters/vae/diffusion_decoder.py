@@ -59,9 +59,8 @@ class DecoderRows:
         self.ranks = ranks
         # The sharded dim of videos [B, C, T, H, W]. None if nothing is sharded.
         self._dim: int | None = None
-        # Number of rows of each rank before upsampling. None while no rows are sharded; set only while _dim
-        # is.
-        self._sizes: Sizes | None = None
+        # The rows of each rank before upsampling, along that dim; None while no rows are sharded.
+        self._rows: RowTag | None = None
 
     @staticmethod
     def parts(vae: nn.Module) -> list[nn.Module]:
@@ -108,13 +107,13 @@ class DecoderRows:
             self._dim = None
 
     @contextmanager
-    def _rows_sharded(self, sizes: Sizes) -> Iterator[None]:
-        """Note inside the ``with`` block that each rank computes its rows, ``sizes`` before upsampling."""
-        self._sizes = sizes
+    def _rows_sharded(self, rows: RowTag) -> Iterator[None]:
+        """Note inside the ``with`` block that each rank computes its ``rows`` of a video, before upsampling."""
+        self._rows = rows
         try:
             yield
         finally:
-            self._sizes = None
+            self._rows = None
 
     def _decode(
         self,
@@ -134,7 +133,7 @@ class DecoderRows:
         if self._dim is None:
             return call(decoder, z, generator, num_inference_steps)
         dim, sizes = self._dim, divide_evenly(z.shape[self._dim], self.ranks.size)
-        with self._rows_sharded(sizes):
+        with self._rows_sharded(RowTag(dim, sizes)):
             own = part_of(z, RowTag(dim, sizes), self.ranks)
             context = decoder.forward_stage_4(decoder.forward_stages_1_to_3(own))
             # Tokens are [B, T, H, W, C] and videos [B, C, T, H, W], so the row dim of tokens is one less.
@@ -161,10 +160,10 @@ class DecoderRows:
         The row dim of ``x`` is that of a video ``[B, C, T, H, W]`` minus ``before``: 0 for latents, 1 for
         tokens.
         """
-        if self._dim is None or self._sizes is not None or x.shape[self._dim - before] < self.ranks.size:
+        if self._dim is None or self._rows is not None or x.shape[self._dim - before] < self.ranks.size:
             return call(decoder, x, **options)
         rows = RowTag(self._dim - before, divide_evenly(x.shape[self._dim - before], self.ranks.size))
-        with self._rows_sharded(rows.sizes):
+        with self._rows_sharded(rows.at(self._dim)):
             tokens = call(decoder, part_of(x, rows, self.ranks), **options)
         scale = tokens.shape[self._dim - 1] // rows.sizes[self.ranks.index]
         return gather_rows(tokens, RowTag(self._dim - 1, _scale(rows.sizes, scale)), self.ranks)
@@ -186,12 +185,12 @@ class DecoderRows:
             x_t: Noise ``[B, C, T, H * patch_size, W * patch_size]``.
         """
         dim = self._dim
-        if dim is None or self._sizes is not None or context.shape[dim - 1] < self.ranks.size:
+        if dim is None or self._rows is not None or context.shape[dim - 1] < self.ranks.size:
             video: Tensor = call(decoder, context, x_t, num_inference_steps)
             return video
         sizes = divide_evenly(context.shape[dim - 1], self.ranks.size)
         pixels = RowTag(dim, _scale(sizes, decoder.patch_size))
-        with self._rows_sharded(sizes):
+        with self._rows_sharded(RowTag(dim, sizes)):
             own = part_of(context, RowTag(dim - 1, sizes), self.ranks), part_of(x_t, pixels, self.ranks)
             video = call(decoder, *own, num_inference_steps)
         return gather_rows(video, pixels, self.ranks)
@@ -205,10 +204,10 @@ class DecoderRows:
         Counting positions from the first fetched row is exact: attention depends on differences of positions
         only.
         """
-        if self._dim is None or self._sizes is None:
+        if self._rows is None:
             out: Tensor = call(module, x, block_mask)
             return out
-        rows = self._rows_of(x)
+        rows = self._rows_of(x, self._rows)
         wanted = find_windows(rows.sizes, module.kernel_size[rows.dim - 1])
         out = call(module, fetch_rows(x, rows, wanted, self.ranks), block_mask)
         rank = self.ranks.index
@@ -216,17 +215,19 @@ class DecoderRows:
 
     def _block_mask(self, call: Callable[..., Any], module: Any, x: Tensor, /) -> Any:
         """Return the block mask for the rows that :meth:`_attend` fetches, instead of for the rows of ``x``."""
-        if self._dim is None or self._sizes is None:
+        if self._rows is None:
             return call(module, x)
-        rows = self._rows_of(x)
+        rows = self._rows_of(x, self._rows)
         _, length = find_windows(rows.sizes, module.kernel_size[rows.dim - 1])[self.ranks.index]
         shape = [*x.shape[: rows.dim], length, *x.shape[rows.dim + 1 :]]
         return call(module, x.new_empty(()).expand(shape))
 
-    def _rows_of(self, x: Tensor) -> RowTag:
-        """Return the sharding of tokens ``[B, T, H, W, C]`` of this rank at any level of upsampling."""
-        dim, sizes = (self._dim or 0) - 1, self._sizes or ()
-        return RowTag(dim, _scale(sizes, x.shape[dim] // sizes[self.ranks.index]))
+    def _rows_of(self, x: Tensor, before: RowTag) -> RowTag:
+        """Return the sharding of tokens ``[B, T, H, W, C]`` of this rank at any level of upsampling. ``before`` is
+        that of a video before it.
+        """
+        dim = before.dim - 1
+        return RowTag(dim, _scale(before.sizes, x.shape[dim] // before.sizes[self.ranks.index]))
 
 
 def _scale(sizes: Sizes, factor: int) -> Sizes:

@@ -196,16 +196,6 @@ def tiling_settings(vae: nn.Module) -> dict[str, Any]:
     return {name: value for name, value in vars(vae).items() if name.startswith(("tile_", "use_"))}
 
 
-def dim_of_rows(x: Tensor) -> int:
-    """Return the dim along which ``x``, the input of an autoencoder, is sharded: the longer one of height and width.
-
-    A waveform ``[B, C, length]`` or ``[C, length]`` has no height, so its samples are sharded.
-    """
-    if x.ndim <= 3 or x.shape[-1] > x.shape[-2]:
-        return -1
-    return -2
-
-
 def rows_per_latent(vae: Any) -> int:
     """Return the number of pixel rows (or sound samples) per latent row, from the config or attributes of ``vae``.
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import replace
+from enum import Enum, auto
 from functools import partial
 from typing import Any, Literal
 
@@ -21,6 +22,7 @@ from para_core.adapters.agree.rng import share_random_state
 from para_core.adapters.vae.call import (
     GatherTo,
     RowRanks,
+    dim_of_rows,
     holds_distribution,
     run_on_rows,
     run_on_workers,
@@ -30,7 +32,6 @@ from para_core.adapters.vae.families import (
     INPUT_NAMES,
     FamilyRows,
     VaeMethod,
-    dim_of_rows,
     parts_of,
     require_parallel_vae,
     rows_per_latent,
@@ -42,11 +43,9 @@ from para_core.distributed.mesh import MeshDim, one_guided_rank
 from para_core.instance.private_class import original_class
 from para_core.instance.record import fill_slot
 from para_core.instance.slots import Slot
-from para_core.spatial.fetch import gather_rows
 from para_core.spatial.mode import SpatialShardMode
-from para_core.spatial.row_tag import rows_of
+from para_core.spatial.row_tag import RowTag
 from para_core.spatial.tiles import Tiles
-from para_core.torch_internals import DisableTorchFunction
 
 logger = logging.getLogger(__name__)
 
@@ -60,12 +59,24 @@ _NO_TILES_IN_GRAPHS = (
 )
 
 
-def _gather_if_sharded(x: Any, ranks: MeshDim) -> Any:
-    """Return all rows of ``x`` if it is a tensor whose rows are sharded; ``x`` itself otherwise. Collective."""
-    rows = rows_of(x)
-    if rows is None:
-        return x
-    return gather_rows(x, rows, ranks)
+def _call_with_tiling(vae: Any, call: Callable[[], Any]) -> Any:
+    """Return the output of ``call``, in which ``vae`` tiles."""
+    before, vae.use_tiling = vae.use_tiling, True
+    try:
+        return call()
+    finally:
+        vae.use_tiling = before
+
+
+class _Stage(Enum):
+    """The progress of a call of a public method, by which an error of this rank is told to the others or not."""
+
+    # The other ranks meet this one in the comparison of run(), of the first or the next slice of images: told there.
+    APART = auto()
+    # run() has compared a call, which runs on all ranks.
+    TOGETHER = auto()
+    # run() has failed after that, where no rank waits for an error of another: not told.
+    FAILED = auto()
 
 
 class VaeRun:
@@ -103,15 +114,7 @@ class VaeRun:
         self.mode: SpatialShardMode | None = None
         # Distributes the tiles of the current call, None outside of a tiled call.
         self.distributed_tiles: Tiles | None = None
-        # Whether an error of this rank must not be exchanged, because the others do not wait for it in the
-        # comparison of a call, and whether a call runs on all ranks now:
-        #
-        # event                                    is_compared  is_running
-        # a public method begins                   False        False
-        # run() has compared the call              True         True
-        # run() ends, of a slice of images, too    False        False
-        # run() fails                              True         False
-        self.is_compared = self.is_running = False
+        self.stage = _Stage.APART
 
     def attach(self, vae: Any) -> None:
         """Wrap the methods of ``vae`` that take and return images, and those that split them into tiles."""
@@ -133,13 +136,13 @@ class VaeRun:
         images, the other ranks wait for this one in :meth:`run`: raise the error on all ranks. If it fails after
         the last slice, they take part by their next call.
         """
-        if torch.compiler.is_compiling() or self.is_running:
+        if torch.compiler.is_compiling() or self.stage is _Stage.TOGETHER:
             return call(vae, *args, **kwargs)
-        self.is_compared = False
+        self.stage = _Stage.APART
         try:
             return call(vae, *args, **kwargs)
         except Exception as error:
-            if self.is_compared:
+            if self.stage is _Stage.FAILED:
                 raise
             name = self.adapter.vae
             raise_on_all_ranks(error, self.mesh, f"this call of the {name} failed", call=f"the {name}")
@@ -163,37 +166,38 @@ class VaeRun:
             return self.graphs[way](*args, **kwargs)
         check_equal_calls(self.adapter.vae, vae, args[0], [*args[1:], *kwargs.items()], self.mesh)
         self.places = self.places or places_of_all(self.mesh)
-        self.is_compared = self.is_running = True
+        self.stage = _Stage.TOGETHER
         try:
             with torch.no_grad(), share_random_state(self.mesh) as token, share_reasons(token, self.places):
                 output = self.run_distributed(vae, call, way, *args, **kwargs)
-            self.is_compared = False
-            return output
-        finally:
-            self.is_running = False
+        except BaseException:
+            self.stage = _Stage.FAILED
+            raise
+        self.stage = _Stage.APART
+        return output
 
     def run_distributed(
         self, vae: Any, call: Callable[..., Any], way: Way, x: Tensor, /, *args: Any, **kwargs: Any
     ) -> Any:
-        """Run ``call`` with its rows or tiles distributed over the ranks, and return the gathered output.
-
-        Each rank that computes rows gets at least two rows of latents or their pixels, so small images use
-        fewer ranks.
-        """
+        """Run ``call`` with its rows or tiles distributed over the ranks, and return the gathered output."""
+        compute = partial(call, vae, x, *args, **kwargs)
         if self.family_rows is not None:
             with self.family_rows.sharded(x):
-                compute = partial(call, vae, x, *args, **kwargs)
                 return run_on_workers(compute, self.ranks.size, self.row_ranks, self.gather)
         if self.method == "tiled" or self.adapter.only_tiled:
-
-            def in_tiles() -> Any:
-                before, vae.use_tiling = vae.use_tiling, True
-                try:
-                    return call(vae, x, *args, **kwargs)
-                finally:
-                    vae.use_tiling = before
-
+            in_tiles = partial(_call_with_tiling, vae, compute)
             return run_on_workers(in_tiles, self.ranks.size, self.row_ranks, self.gather)
+        rows, workers = self._rows_and_workers(vae, way, x)
+        if workers.size > 1:
+            compute = partial(self._call_on_rows, workers, rows, partial(call, vae), x, *args, **kwargs)
+        return run_on_workers(compute, workers.size, self.row_ranks, self.gather)
+
+    def _rows_and_workers(self, vae: Any, way: Way, x: Tensor) -> tuple[RowTag, MeshDim]:
+        """Return the rows of each rank, and the ranks that get rows: at least two rows of latents or their pixels.
+
+        Raises:
+            RuntimeError: While compiling, some rank would get none.
+        """
         dim = dim_of_rows(x)
         unit = 1
         if way == "encode":
@@ -205,19 +209,24 @@ class VaeRun:
                 "and a graph cannot hold the exchange with the others. Call it uncompiled, or parallelize_vae with a "
                 "smaller mesh."
             )
+        return rows, workers
 
-        def in_rows() -> Any:
-            if workers.size == 1:
-                return call(vae, x, *args, **kwargs)
-            self.mode = self.make_mode(workers)
-            try:
-                return run_on_rows(
-                    self.mode, partial(call, vae), (x, *args), kwargs, {0: (rows.dim, rows.sizes)}
-                )
-            finally:
-                self.mode = None
-
-        return run_on_workers(in_rows, workers.size, self.row_ranks, self.gather)
+    def _call_on_rows(
+        self,
+        workers: MeshDim,
+        rows: RowTag,
+        call: Callable[..., Any],
+        x: Tensor,
+        /,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """Return the output of ``call`` for this rank's ``rows`` of ``x``, under the mode of ``workers``."""
+        self.mode = self.make_mode(workers)
+        try:
+            return run_on_rows(self.mode, call, (x, *args), kwargs, {0: (rows.dim, rows.sizes)})
+        finally:
+            self.mode = None
 
     def run_traced(
         self, vae: Any, call: Callable[..., Any], way: Way, x: Tensor, /, *args: Any, **kwargs: Any
@@ -252,11 +261,10 @@ class VaeRun:
             raise RuntimeError(_NO_TILES_IN_GRAPHS)
         mode, self.mode = self.mode, None
         ranks = self.ranks
-        if mode is not None:
-            ranks = mode.ranks
         try:
-            with DisableTorchFunction():
-                args = tuple([_gather_if_sharded(x, ranks) for x in args])
+            if mode is not None:
+                ranks = mode.ranks
+                args = tuple([mode.gather(x) for x in args])
             if not self.adapter.distributes_tiles:
                 return call(vae, *args, **kwargs)
             self.distributed_tiles = Tiles(ranks, replace(one_guided_rank("cpu"), batch=ranks))

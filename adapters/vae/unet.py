@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from para_core.adapters.denoisers import DenoiserKind
 from para_core.adapters.models.unets import UNETS
 from para_core.adapters.registry import check_pipeline_or_model
-from para_core.adapters.vae.call import RowRanks, run_on_rows, run_on_workers
+from para_core.adapters.vae.call import RowRanks, dim_of_rows, run_on_rows, run_on_workers
 from para_core.adapters.vae.unet_checks import (
     PIPELINES,
     check_unet_before_cache,
@@ -109,10 +109,8 @@ class UnetRun:
         if self._code is not None and self._code.is_unchanged():
             return
         self._code = ModelCode(self.unet)
-        if self.mesh.sequence.ranks > 1:
-            self._warn_of_foreign_code()
-
-    def _warn_of_foreign_code(self) -> None:
+        if self.mesh.sequence.ranks == 1:
+            return
         for code in find_foreign_code(self.unet, self.described):
             self.warnings.warn(
                 code,
@@ -196,7 +194,7 @@ class UnetRun:
         rank's rows of them where the UNet adds them.
         """
         sample = inputs[self.images[0]]
-        dim = -1 if sample.shape[-1] > sample.shape[-2] else -2
+        dim = dim_of_rows(sample)
         # SpatialShardMode.shard takes two units for each rank at least.
         rows, workers = self.rows.shard(sample, dim, self._rows_per_unit(), min_units=2)
         compute = partial(call, **inputs)
