@@ -154,25 +154,18 @@ def _entry(base: type, method: str) -> Callable[..., Any]:
     It looks up the record in each call, because code such as Module.compile keeps this bound method while
     slots change, and the method of ``base``, because other code may replace it there.
     """
+    is_call = method == "__call__"
 
     def enter(self: Any, *args: Any, **kwargs: Any) -> Any:
         record = self.__dict__.get(RECORD)
         if record is None or method not in record.chains:
             return getattr(base, method)(self, *args, **kwargs)
-        return record.chains[method](self, *args, **kwargs)
-
-    def enter_module(self: Any, *args: Any, **kwargs: Any) -> Any:
-        record = self.__dict__.get(RECORD)
-        if record is None or method not in record.chains:
-            return getattr(base, method)(self, *args, **kwargs)
-        if not torch.compiler.is_compiling() and self.__dict__.get(COMPILED_CALL) is not None:
+        if is_call and not torch.compiler.is_compiling() and self.__dict__.get(COMPILED_CALL) is not None:
             return (record.compiled_call or record.chains[method])(self, *args, **kwargs)
         return record.chains[method](self, *args, **kwargs)
 
     original = getattr(base, method)
     entry: Any = enter
-    if method == "__call__":
-        entry = enter_module
     entry.__name__ = method
     entry.__doc__ = original.__doc__
     # Set __wrapped__, so that inspect.signature returns the signature of the original method.

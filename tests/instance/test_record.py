@@ -95,10 +95,7 @@ def test_slots_run_in_the_order_of_the_table_and_the_last_removal_restores_the_c
 
 
 def test_instances_run_their_own_slots_of_each_method():
-    class Replaced(Scaled):
-        def forward(self, x):
-            return self.scale * x
-
+    Replaced = type("Replaced", (Scaled,), {})
     first, second = Replaced(), filled(Replaced, CACHE=plus_one)
     fill_slot(first, Slot.PLAN, {"__call__": twice, "_call_impl": plus_one, "forward": twice})
     bound = first._call_impl
@@ -114,8 +111,6 @@ def test_instances_run_their_own_slots_of_each_method():
         with pytest.raises(error):
             fill_slot(instance, Slot.CACHE, {method: twice})
         assert not is_filled(instance, Slot.CACHE)
-    empty_slot(first, Slot.CACHE)  # This slot is empty, so the class stays.
-    assert type(first) is not Replaced
     empty_slot(first, Slot.PLAN)
     assert bound(ONE) == 5
 
