@@ -22,6 +22,9 @@ from para_core.distributed.mesh import SequenceMesh
 from para_core.layout.sequence import Run, SequenceLayout
 
 MaskMod = Callable[..., Tensor]
+# The size of the single block of the mask that flex_attention creates if a call has none: torch's
+# _LARGE_SPARSE_BLOCK_SIZE.
+_NO_BLOCKS = 1 << 30
 
 
 class ShardedMaskMod:
@@ -58,27 +61,41 @@ class ShardedMaskMod:
         )
 
 
+def has_no_blocks(row_block: int, key_block: int) -> bool:
+    """Whether a mask with blocks of this size consists of its ``mask_mod`` alone, which gets positions in the
+    sequence. Nobody compares the lengths of such a mask with those of a call.
+    """
+    return row_block >= _NO_BLOCKS and key_block >= _NO_BLOCKS
+
+
+def placement_of(layout: SequenceLayout) -> list[tuple[int, bool, bool, int]]:
+    """Return what decides which tokens each rank holds: all of each segment but its name."""
+    return [
+        (segment.total, segment.replicated, segment.balanced, segment.together) for segment in layout.segments
+    ]
+
+
 def layout_id(layout: SequenceLayout) -> int:
-    """Return a hash of ``layout`` from 0 to 2³¹ - 2, equal on all ranks for equal layouts. Names of segments
-    do not count, as in :func:`~para_core.modes.flex_attention._are_equal_layouts`, which compares layouts in
-    a graph: change both. The multiplier and the modulus are primes, so that layouts with similar numbers of
-    tokens have different hashes.
+    """Return a hash of the ranks and the placement of ``layout``, from 0 to 2³¹ - 2, equal on all ranks. The
+    multiplier and the modulus are primes, so that layouts with similar numbers of tokens have different hashes.
     """
     number = layout.ranks
-    for segment in layout.segments:
-        kind = 2 * segment.replicated + segment.balanced
-        number = (number * 1000003 + 4 * segment.total + kind) * 1000003 + segment.together
+    for total, replicated, balanced, together in placement_of(layout):
+        number = (number * 1000003 + 4 * total + 2 * replicated + balanced) * 1000003 + together
     return number % (2**31 - 1)
 
 
 def shard_block_mask(
     mask: BlockMask, query_layout: SequenceLayout, key_layout: SequenceLayout, mesh: SequenceMesh
 ) -> BlockMask:
-    """Return this rank's part of ``mask``, to pass to ``flex_attention`` with this rank's query and key.
+    """Return this rank's part of ``mask``, to pass to ``flex_attention`` with this rank's query and key; ``mask``
+    itself if it has no blocks.
 
     Raises:
         ValueError: ``mask`` was already sharded, or its lengths differ from those of the layouts.
     """
+    if has_no_blocks(*mask.BLOCK_SIZE):
+        return mask
     totals = query_layout.total, key_layout.total
     if isinstance(mask.mask_mod, ShardedMaskMod):
         raise ValueError("block_mask was sharded before; pass the mask over all tokens.")
@@ -144,7 +161,7 @@ def _restrict(
     aligned = len(rows) == 1 and rows[0][0] % row_block == 0
     restricted_mod: MaskMod = mask_mod
     if not aligned:
-        restricted_mod = _and_blocks(mask_mod, partial | full, positions, mask.BLOCK_SIZE)
+        restricted_mod = _keep_blocks(mask_mod, partial.int() + 2 * full, positions, mask.BLOCK_SIZE)
     # touched[i, j] is 1 if row block i of the restricted mask contains a row of row block j of the whole
     # mask.
     number = max(1, -(-num_rows // row_block))
@@ -190,15 +207,17 @@ def position_of_row(rows: Sequence[Run], device: torch.device) -> Callable[[Tens
     return lambda q: positions[q]
 
 
-def _and_blocks(mask_mod: MaskMod, table: Tensor, positions: Tensor, block_size: tuple[int, int]) -> MaskMod:
-    """Return a ``mask_mod`` that also hides the blocks of the whole mask that are False in ``table``.
+def _keep_blocks(mask_mod: MaskMod, table: Tensor, positions: Tensor, block_size: tuple[int, int]) -> MaskMod:
+    """Return a ``mask_mod`` that gives what the kernel makes of the blocks of the whole mask in ``table``.
 
     A row block of this rank may contain rows of several row blocks of the whole mask, and the kernel
-    evaluates ``mask_mod`` in each key block that any of these rows sees. The other rows must not see that key
-    block.
+    evaluates ``mask_mod`` in each key block that any of these rows sees in part. Rows to which that block is
+    hidden must not see it, and rows to which it is full see all of it: there the kernel never asks ``mask_mod``,
+    which may say otherwise, if the mask was made by hand or from the first head alone (``H=None``).
 
     Args:
-        table: ``[B or 1, H or 1, row blocks, key blocks]``, the blocks of the whole mask that hide not everything.
+        table: ``[B or 1, H or 1, row blocks, key blocks]``: 0 for a hidden block, 1 for a partial one, 2 or more
+            for a full one.
         positions: ``[rows]``, the position in the sequence of each query row of this rank.
         block_size: The numbers of rows and of keys in a block.
     """
@@ -213,6 +232,7 @@ def _and_blocks(mask_mod: MaskMod, table: Tensor, positions: Tensor, block_size:
         of_head = h
         if heads <= 1:
             of_head = h * 0
-        return mask_mod(b, h, q, k) & table[of_batch, of_head, positions[q] // row_block, k // key_block]
+        kind = table[of_batch, of_head, positions[q] // row_block, k // key_block]
+        return (kind > 1) | ((kind > 0) & mask_mod(b, h, q, k))
 
     return mask_mod_of_blocks

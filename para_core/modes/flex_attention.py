@@ -39,7 +39,14 @@ from para_core.distributed.mesh import SequenceMesh
 from para_core.distributed.records import Signature
 from para_core.foreign_errors import mask_length_mismatch
 from para_core.layout.sequence import Segment, SequenceLayout
-from para_core.modes.block_masks import ShardedMaskMod, layout_id, position_of_row, shard_block_mask
+from para_core.modes.block_masks import (
+    ShardedMaskMod,
+    has_no_blocks,
+    layout_id,
+    placement_of,
+    position_of_row,
+    shard_block_mask,
+)
 from para_core.modes.flex_errors import NOT_SHARDED, OTHER_SEQUENCE, raise_in_graph
 from para_core.modes.flex_users import uses_flex_attention
 from para_core.modes.registry import (
@@ -50,11 +57,6 @@ from para_core.modes.registry import (
     register_needs_mode,
 )
 from para_core.torch_internals import DisableTorchFunction, flex_attention_operator
-
-# If a call has no mask, flex_attention creates a mask with a single block of at least this size. Such a mask
-# hides nothing, so its lengths are not compared with those of the sequence. The size is torch's
-# _LARGE_SPARSE_BLOCK_SIZE.
-_NO_BLOCKS = 1 << 30
 
 _OPTIONS = AttnOptions()
 _OPTIONS_TEXT = _OPTIONS.as_text()
@@ -142,9 +144,10 @@ class FlexOverMesh:
 
     def _check_mask(self, mask: tuple[Any, ...], plan: AttentionPlan) -> None:
         """Raise ``ValueError`` unless the mask of a call in eager code was sharded for the layouts of ``plan``."""
-        lengths = plan.spec.query_layout.total, plan.spec.key_layout.total
-        if _has_no_blocks(mask) or not (plan.spec.query_layout.sharded or plan.spec.key_layout.sharded):
+        query_layout, key_layout = plan.spec.query_layout, plan.spec.key_layout
+        if has_no_blocks(*mask[-3:-1]) or not (query_layout.sharded or key_layout.sharded):
             return
+        lengths = query_layout.total, key_layout.total
         if mask[0] >= 0:
             error = ValueError(NOT_SHARDED.format(mask[0], mask[1], *lengths))
             if (mask[0], mask[1]) == lengths:
@@ -152,7 +155,7 @@ class FlexOverMesh:
                 # ranks flex_attention has already raised, so an exchange with them would hang.
                 raise error
             self._raise_everywhere(error)
-        expected = -1 - layout_id(plan.spec.query_layout), -1 - layout_id(plan.spec.key_layout)
+        expected = -1 - layout_id(query_layout), -1 - layout_id(key_layout)
         if (mask[0], mask[1]) != expected:
             self._raise_everywhere(ValueError(OTHER_SEQUENCE.format(*lengths)))
 
@@ -160,7 +163,7 @@ class FlexOverMesh:
         """Return the results of a call in a function that the user compiles, where errors are raised in the graph."""
         call, plan = self._plan(call)
         query_layout, key_layout = plan.spec.query_layout, plan.spec.key_layout
-        if not _has_no_blocks(call.mask) and (query_layout.sharded or key_layout.sharded):
+        if not has_no_blocks(*call.mask[-3:-1]) and (query_layout.sharded or key_layout.sharded):
             mod = call.mask[-1]
             lengths = [query_layout.total, key_layout.total]
             if not isinstance(mod, ShardedMaskMod):
@@ -239,22 +242,10 @@ def _with_mask(call: _FlexCall, mask: tuple[Any, ...]) -> _FlexCall:
     return _FlexCall(*call[:4], mask, *call[5:])
 
 
-def _has_no_blocks(mask: tuple[Any, ...]) -> bool:
-    """Whether a call has no mask, so that flex_attention created one."""
-    return mask[-3] >= _NO_BLOCKS and mask[-2] >= _NO_BLOCKS  # type: ignore[no-any-return]
-
-
 def _are_equal_layouts(layout: SequenceLayout, other: SequenceLayout) -> bool:
-    """Whether two layouts place the same tokens on each rank. Names of segments are not compared. Unlike
-    ``==``, Dynamo can trace this with symbolic lengths.
-    """
-    if len(layout.segments) != len(other.segments):
-        return False
-    pairs = zip(layout.segments, other.segments, strict=True)
-    return all(
-        (a.total, a.replicated, a.balanced, a.together) == (b.total, b.replicated, b.balanced, b.together)
-        for a, b in pairs
-    )
+    """Whether two layouts place the same tokens on each rank. Dynamo can trace this with symbolic lengths."""
+    placements, others = placement_of(layout), placement_of(other)
+    return len(placements) == len(others) and all(a == b for a, b in zip(placements, others, strict=True))
 
 
 def _compute_over_mesh(operator: Callable[..., Any], call: _FlexCall, plan: AttentionPlan) -> Any:
@@ -342,7 +333,7 @@ def _mask_of_heads(
     for index, x in enumerate(tensors):
         if isinstance(x, Tensor) and x.ndim > 1 and x.shape[1] > 1:
             tensors[index] = x.narrow(1, first_head, heads)
-    no_blocks = _has_no_blocks(mask)
+    no_blocks = has_no_blocks(row_block, key_block)
 
     def shifted_mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor, *buffers: Tensor) -> Tensor:
         if no_blocks:
@@ -361,7 +352,7 @@ def _call_signature(call: _FlexCall, plan: AttentionPlan) -> Any:
     """Return what must be equal on all ranks, by the words of the error if it is not."""
     tensors = {"query": call.query, "key": call.key, "value": call.value}
     block_mask: str | list[Any] = "none"
-    if not _has_no_blocks(call.mask):
+    if not has_no_blocks(*call.mask[-3:-1]):
         block_mask = [*call.mask[:2], call.mask[-3], call.mask[-2]]
     return Signature.of(
         {

@@ -79,7 +79,6 @@ def _flash_attn_backward(dout, q, k, v, out, lse, dq, dk, dv, dropout_p, scale, 
     return dout.new_empty(0, dtype=torch.float32)
 
 
-_wrapped_flash_attn_forward = torch.ops.flash_attn._flash_attn_forward
 _wrapped_flash_attn_varlen_forward = torch.ops.flash_attn._flash_attn_varlen_forward
 _wrapped_flash_attn_backward = torch.ops.flash_attn._flash_attn_backward
 
@@ -99,7 +98,7 @@ class FlashAttnFunc(torch.autograd.Function):
         q, k, v = pad(q, k, v)
         options = {"window_size_left": window[0], "window_size_right": window[1], "softcap": softcap}
         options |= {"alibi_slopes": slopes, "return_softmax": return_softmax and dropout_p > 0}
-        out_padded, softmax_lse, S_dmask, rng_state = _wrapped_flash_attn_forward(
+        out_padded, softmax_lse, S_dmask, rng_state = torch.ops.flash_attn._flash_attn_forward(
             q, k, v, dropout_p, softmax_scale, causal=causal, **options
         )
         if is_grad:

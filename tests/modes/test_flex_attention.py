@@ -5,7 +5,7 @@ import warnings
 
 import pytest
 import torch
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 from torch.utils._pytree import tree_map
 
 from para_core import Segment, SequenceLayout, UnifiedAttnMode
@@ -37,7 +37,9 @@ def attend(q, k, v, **options):
         return flex_attention(q, k, v, **options)
 
 
+ONE_BLOCK = torch.ones(1, 1, 1).int(), torch.zeros(1, 1, 1, 1).int(), None, None, 1 << 30
 CASES = [
+    (7, 2, 2, None, causal, None, None),
     (12, 2, 2, None, causal, 4, (None, None)),
     (10, 3, 1, None, lambda b, h, q, k: k <= q + 2 * b, 128, (2, None)),
     (3, 3, 3, by_distance, None, 128, (None, None)),
@@ -47,7 +49,9 @@ CASES = [
 def call_of(S, H, H_kv, score_mod, mask_mod, block, batch_and_heads):
     """Return query, key, value, the mask over all tokens, and the other options of a case."""
     mask = None
-    if mask_mod is not None:
+    if block is None:
+        mask = BlockMask.from_kv_blocks(*ONE_BLOCK, mask_mod, (S, S))
+    elif mask_mod is not None:
         mask = create_block_mask(mask_mod, *batch_and_heads, S, S, device="cpu", BLOCK_SIZE=block)
     return make_qkv(S, H, H_kv=H_kv, D=16), mask, {"score_mod": score_mod, "enable_gqa": H_kv != H}
 
@@ -71,6 +75,9 @@ def attend_in_mode():
             parts = [cp.shard(x, dim=2, sequence=balanced) for x in (q, k, v)]
             out = attend(*parts, block_mask=cp.shard(mask), **options)
             outs["balanced"] = cp.gather(out, dim=2, sequence=balanced)
+            first = create_block_mask(lambda b, h, q, k: (h == 0) & (k >= 0), None, None, 13, 13, "cpu", 4)
+            seen = cp.shard(first).mask_mod.local_mask_mod(*torch.tensor([0, 1, 0, 0]))
+            assert seen, "a full block of a mask that was made from the first head is not full for the second"
         with UnifiedAttnMode(mesh) as cp:
             # Cross-attention reads keys that are replicated.
             keys, values = (cp.replicated(x[:, :, :5]) for x in (k, v))
