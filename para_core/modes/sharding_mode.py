@@ -164,21 +164,24 @@ class ShardingMode(TorchFunctionMode):
     def _remember(self, segment: Segment) -> None:
         """Add ``segment`` to the known sequences, unless one of its length and kind is known."""
         if torch.compiler.is_compiling() and self._depth == 0:
-            # Dynamo does not trace __enter__ and __exit__ of a mode that was constructed outside of the
-            # graph. The first shard after a gather, which begins a new call of the model, therefore does the
-            # work of __enter__. Gather does that of __exit__, but keeps the sequences for another gather.
-            if self._gathered:
-                self._known = ()
-                self._begin()
-            self._gathered = False
+            self._enter_in_graph()
         kind = (segment.replicated, segment.balanced, segment.together)
-        same = [
-            other
-            for other in segments_of(self._known)
-            if (other.replicated, other.balanced, other.together) == kind
-        ]
-        if not [other for other in same if other.total == segment.total]:
-            self._set_known((*self._known, *to_trace_safe([segment], self._mesh.device_type)))
+        for other in segments_of(self._known):
+            # Lengths last: in a graph each comparison of two becomes a guard.
+            if (other.replicated, other.balanced, other.together) == kind and other.total == segment.total:
+                return
+        self._set_known((*self._known, *to_trace_safe([segment], self._mesh.device_type)))
+
+    def _enter_in_graph(self) -> None:
+        """Do the work of ``__enter__`` at the first shard after a gather, which begins a new call of the model.
+
+        Dynamo does not trace ``__enter__`` and ``__exit__`` of a mode that was constructed outside of the graph.
+        Gather does the work of the latter, but keeps the sequences for another gather.
+        """
+        if self._gathered:
+            self._known = ()
+            self._begin()
+        self._gathered = False
 
     def shard(
         self,

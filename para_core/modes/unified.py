@@ -4,8 +4,8 @@ Users enter them around their own models; a model with a plan has :mod:`para_cor
 Attention itself is computed by :mod:`para_core.attention.mesh_attention`.
 
 Where the state of a mode is written: ``_is_sdpa`` in ``__init__`` alone; ``_depth`` in :mod:`.sharding_mode`, on
-entering and leaving; ``_follows_masks`` in ``_note_sharded``, which never clears it; ``_is_resumed`` in ``bound``;
-``intercepted`` in ``_begin``, in ``bound``, at each attention call, and from outside.
+entering and leaving; ``_follows_masks`` in ``_note_sharded``, which never clears it; ``_is_resumed`` in ``_resume``;
+``intercepted`` in ``_begin``, in ``_resume``, at each attention call, and from outside.
 
 Tests: tests/modes/test_unified.py, tests/attention/test_exactness.py; of ``bound`` and its branches also
 tests/modes/test_recomputation.py and tests/test_compile.py.
@@ -13,7 +13,8 @@ tests/modes/test_recomputation.py and tests/test_compile.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, NoReturn
 
@@ -168,8 +169,8 @@ class UnifiedAttnMode(LayoutMode):
         self._follows_masks = False
         # What the model computed by hand over this rank's tokens (matmul, softmax, matmul).
         self._by_hand = HandwrittenAttention(ignores_graphs=attn_func is not None)
-        # Whether a wrapper made by bound() is running after the mode was left, with the layouts that it has
-        # stored.
+        # Whether a wrapper made by bound() is running after the mode was left or in a backward, with the layouts
+        # that it has stored.
         self._is_resumed = False
 
     def _note_state(self) -> None:
@@ -262,37 +263,40 @@ class UnifiedAttnMode(LayoutMode):
             function (`Callable`): The function to run under this mode.
         """
         # A call is in one of three places: inside the mode; after it was left; or in a backward, which recomputes a
-        # checkpoint. The first uses the layouts of now and keeps them for the others, which use what was kept and
-        # put everything back. A call inside a call of the others (``_is_resumed``) is inside again.
+        # checkpoint. The first uses the layouts of now and keeps them for the others, which use what was kept. A
+        # call inside a call of the others (``_is_resumed``) is inside again.
         state = self._known, self._explicit
 
         def run(*args: Any, **kwargs: Any) -> Any:
             nonlocal state
-            # A backward inside the mode recomputes a call that may have had other layouts than the current
-            # ones.
             if self._depth > 0 and (self._is_resumed or not is_in_backward()):
                 state = self._known, self._explicit
                 with self:
                     return function(*args, **kwargs)
-            before = self._known, self._explicit, self._is_resumed, self.intercepted
-            is_left = self._depth == 0
-            try:
-                # What the function computes by hand was noted when it ran inside the mode.
-                with self._by_hand.pause(), self:
-                    self._is_resumed = True
-                    self._restore(*state)
-                    output = function(*args, **kwargs)
-                    if is_left:
-                        # Keep _check_use from warning when this internal use of the mode ends. Inside the
-                        # mode it does not end, and must not count as attention of the model.
-                        self.intercepted = True
-                    return output
-            finally:
-                sequences, explicit, self._is_resumed, intercepted = before
-                self.intercepted = self.intercepted or intercepted
-                self._restore(sequences, explicit)
+            with self._resume(*state):
+                return function(*args, **kwargs)
 
         return run
+
+    @contextmanager
+    def _resume(self, sequences: TraceSafeLayout, explicit: ExplicitLayouts | None) -> Iterator[None]:
+        """Enter this mode with these layouts inside the ``with`` block, and put everything back afterwards."""
+        before = self._known, self._explicit, self._is_resumed, self.intercepted
+        is_left = self._depth == 0
+        try:
+            # What the function computes by hand was noted when it ran inside the mode.
+            with self._by_hand.pause(), self:
+                self._is_resumed = True
+                self._restore(sequences, explicit)
+                yield
+                if is_left:
+                    # Keep _check_use from warning when this internal use of the mode ends. Inside the mode it
+                    # does not end, and must not count as attention of the model.
+                    self.intercepted = True
+        finally:
+            known, earlier_explicit, self._is_resumed, intercepted = before
+            self.intercepted = self.intercepted or intercepted
+            self._restore(known, earlier_explicit)
 
     def _restore(self, sequences: TraceSafeLayout, explicit: ExplicitLayouts | None) -> None:
         """Set the known sequences and the explicit layouts, and note the state once, with both of them."""
