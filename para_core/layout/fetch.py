@@ -1,6 +1,6 @@
-"""Fetch what other ranks hold: ranges of a sequence, or the parts of another layout.
+"""Fetch ranges of a sequence that other ranks hold.
 
-Both are one all-to-all over one mesh dim, described by a :class:`FetchPlan`. They are differentiable: in the
+This is one all-to-all over one mesh dim, described by a :class:`FetchPlan`. It is differentiable: in the
 backward, too, every rank takes part in the exchange, whether it has sent and received anything or not.
 
 :mod:`para_core.layout.halo`, which makes plans of its own, and :mod:`para_core.spatial.fetch` call this module.
@@ -232,25 +232,3 @@ def _concatenate(parts: Sequence[Tensor], tokens: Tensor, dim: int) -> Tensor:
     if len(moved) == 1:
         return moved[0]
     return torch.cat(moved, dim)
-
-
-def fetch(
-    x: Tensor, dim: int, layout: Layout, wanted: Sequence[Run], ranks: MeshDim, *, fill: float = 0.0
-) -> Tensor:
-    """Return this rank's run ``wanted[rank]`` of the sequence of which ``x`` is the part in ``layout``.
-    The result may be a view of ``x`` (:func:`start_exchange`). Collective.
-    """
-    plan = plan_fetch(layout, tuple([(run,) for run in wanted]), ranks.index)
-    (part,) = start_exchange(x, dim, plan, ranks, fill=fill)()
-    return part
-
-
-def relayout(x: Tensor, dim: int, layout: Layout, other: Layout, ranks: MeshDim) -> Tensor:
-    """Return this rank's part in the layout ``other`` of what ``x`` is the part in ``layout``. The result may
-    be a view of ``x`` (:func:`start_exchange`). Collective.
-    """
-    wanted = tuple([tuple(other.runs(rank)) for rank in range(ranks.size)])
-    parts = start_exchange(x, dim, plan_fetch(layout, wanted, ranks.index), ranks)()
-    if len(parts) == 1:
-        return parts[0]
-    return torch.cat(parts, dim)

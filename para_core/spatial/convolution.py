@@ -275,24 +275,10 @@ def run_stft(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[s
 
     Each rank transforms the windows whose middle sample it holds, so the output is sharded by windows.
     """
-    parameters = {
-        "input": None,
-        "n_fft": None,
-        "hop_length": None,
-        "win_length": None,
-        "window": None,
-        "center": True,
-    }
+    parameters = {"input": None, "n_fft": None, "hop_length": None, "win_length": None, "window": None}
+    options = {"normalized": False, "onesided": None, "return_complex": None, "align_to_window": None}
     x, size, hop, win_length, window, center, _, *rest = bind(
-        func,
-        args,
-        kwargs,
-        **parameters,
-        pad_mode="reflect",
-        normalized=False,
-        onesided=None,
-        return_complex=None,
-        align_to_window=None,
+        func, args, kwargs, **parameters, center=True, pad_mode="reflect", **options
     )
     _, rows = only_first(func, args, kwargs)
     if rows.dim != x.ndim - 1 or rows.outer > 1 or center:

@@ -1,4 +1,4 @@
-"""The verbs of :mod:`para_core.layout` for tensors with a row tag: part, fetch, relayout and gather.
+"""Take, fetch and gather rows of tensors with a row tag, by :mod:`para_core.layout`.
 
 The rules of :mod:`para_core.spatial.mode`, those of the same bits and the autoencoders call them with the tag
 of a tensor (:func:`~para_core.spatial.row_tag.rows_of`); the results have no tag. Tests:
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from para_core.distributed.collectives import all_gather
 from para_core.distributed.mesh import MeshDim
-from para_core.layout.fetch import Wanted, fetch, plan_fetch, relayout, start_exchange
+from para_core.layout.fetch import Wanted, plan_fetch, start_exchange
 from para_core.layout.gather import gather
 from para_core.layout.pieces import Layout
 from para_core.layout.sequence import Run
@@ -60,10 +60,8 @@ def fetch_rows(
     Raises:
         RuntimeError: A gradient is needed.
     """
-    _check_no_gradient(x)
-    layout = Layout.consecutive(rows.sizes)
-    part = fetch(_split_units(x, rows), _unit_dim(rows), layout, wanted, ranks, fill=fill)
-    return _join_units(part, rows)
+    (part,) = start_fetch(x, rows, tuple([(run,) for run in wanted]), ranks, fill=fill)()
+    return part
 
 
 def relayout_rows(x: Tensor, rows: RowTag, sizes: Sizes, ranks: MeshDim) -> Tensor:
@@ -75,9 +73,7 @@ def relayout_rows(x: Tensor, rows: RowTag, sizes: Sizes, ranks: MeshDim) -> Tens
     """
     if sizes == rows.sizes:
         return x
-    _check_no_gradient(x)
-    before, after = Layout.consecutive(rows.sizes), Layout.consecutive(sizes)
-    return _join_units(relayout(_split_units(x, rows), _unit_dim(rows), before, after, ranks), rows)
+    return fetch_rows(x, rows, [(start, stop - start) for start, stop in bounds_of(sizes)], ranks)
 
 
 def gather_rows(x: Tensor, rows: RowTag, ranks: MeshDim) -> Tensor:

@@ -138,16 +138,9 @@ def run_attention(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: d
 
     The mask must cover all keys, and either all queries or this rank's queries.
     """
-    parameters = {
-        "query": None,
-        "key": None,
-        "value": None,
-        "attn_mask": None,
-        "dropout_p": 0.0,
-        "is_causal": False,
-    }
+    parameters = {"query": None, "key": None, "value": None, "attn_mask": None, "dropout_p": 0.0}
     query, key, value, mask, dropout_p, is_causal, scale, enable_gqa = bind(
-        func, args, kwargs, **parameters, scale=None, enable_gqa=False
+        func, args, kwargs, **parameters, is_causal=False, scale=None, enable_gqa=False
     )
     rows_q, rows_k = rows_of(query), rows_of(key)
     rows = rows_q or rows_k or rows_of(value)

@@ -213,28 +213,39 @@ def run_reduction(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: d
     if isinstance(dim, bool):
         dim = None  # A bool at this position is ``unbiased`` instead, as in x.var(False), so all dims are reduced.
     dims = dims_of(dim, x.ndim)
-    if rows.dim not in dims:
-        out_dim = rows.dim
-        if not keepdim:
-            out_dim -= sum(dim < rows.dim for dim in dims)
-        return tag_all(func(*args, **kwargs), rows.at(out_dim))
-    if name not in ("sum", "mean", "amax", "amin"):
-        raise mixing_error(func, rows, "it reduces them")
-    order = sorted(dims)
+    if rows.dim in dims:
+        if name not in ("sum", "mean", "amax", "amin"):
+            raise mixing_error(func, rows, "it reduces them")
+        return _reduce_rows(ranks, name, x, rows, sorted(dims), keepdim, kwargs.get("dtype"))
+    out_dim = rows.dim
+    if not keepdim:
+        out_dim -= sum(dim < rows.dim for dim in dims)
+    return tag_all(func(*args, **kwargs), rows.at(out_dim))
+
+
+def _reduce_rows(
+    ranks: MeshDim,
+    name: str,
+    x: Tensor,
+    rows: RowTag,
+    dims: list[int],
+    keepdim: bool,
+    dtype: torch.dtype | None,
+) -> Tensor:
+    """Return the sum, mean, amax or amin, by its ``name``, along ``dims`` of the rows of all ranks. Collective."""
     if name in ("amax", "amin"):
-        return clear_rows(
-            getattr(torch, name)(stack_ranks(getattr(torch, name)(x, order, keepdim), ranks), 0)
-        )
-    dtype = kwargs.get("dtype")
+        reduce = getattr(torch, name)
+        extreme: Tensor = reduce(stack_ranks(reduce(x, dims, keepdim), ranks), 0)
+        return extreme
     if dtype is None:
         dtype = x.dtype
         if not (dtype.is_floating_point or dtype.is_complex):
             dtype = torch.int64  # PyTorch sums integers in int64.
     if name == "mean" and not (dtype.is_floating_point or dtype.is_complex):
-        return func(*args, **kwargs)  # It raises PyTorch's own error, on all ranks.
-    total = stack_ranks(x.sum(order, keepdim, dtype=sum_dtype(dtype)), ranks).sum(0)
+        return x.mean(dims, keepdim, dtype=dtype)  # It raises PyTorch's own error, on all ranks.
+    total = stack_ranks(x.sum(dims, keepdim, dtype=sum_dtype(dtype)), ranks).sum(0)
     if name == "mean":
-        total = total / (rows.total * math.prod([x.shape[dim] for dim in dims - {rows.dim}]))
+        total = total / (rows.total * math.prod([x.shape[dim] for dim in dims if dim != rows.dim]))
     return total.to(dtype)
 
 

@@ -163,53 +163,59 @@ def _local_index(
 
     The dim is None if ``index`` does not keep consecutive rows together in one dim.
     """
-    parts = [index]
-    if isinstance(index, tuple):
-        parts = list(index)
-    if any(isinstance(part, Tensor) and part.dtype in (torch.bool, torch.uint8) for part in parts):
+    parts = _parts_of_index(index, x.ndim)
+    if not _keeps_order(parts):
         return (), rows.sizes, None
-    consumed = sum(part is not None and part is not Ellipsis for part in parts)
-    fill = [slice(None)] * (x.ndim - consumed)
-    ellipsis = next((i for i, part in enumerate(parts) if part is Ellipsis), len(parts))
-    parts[ellipsis : ellipsis + 1] = fill
-    sizes, rows_dim, num_tensors, dim, out_dim = rows.sizes, None, 0, 0, 0
+    sizes, rows_dim, dim, out_dim = rows.sizes, None, 0, 0
     for i, part in enumerate(parts):
-        if part is None:
-            out_dim += 1
-            continue
-        if isinstance(part, slice):
-            if dim == rows.dim:
-                kept = _kept_rows(part, rows)
-                if kept is None:
-                    return (), sizes, None
-                parts[i], sizes, rows_dim = kept[1][ranks.index], kept[0], out_dim
-            out_dim += 1
-        elif isinstance(part, Integral) and not isinstance(part, bool):
-            if dim == rows.dim:
-                return (), sizes, None
-        else:
-            # A single list, or index tensor with one dim, leaves the order of dims as it is. Refuse others,
-            # also a bool, which adds a dim, and an index of which this rank holds a part.
-            num_tensors += 1
-            is_vector = isinstance(part, (list, Tensor)) and torch.as_tensor(part).ndim == 1
-            is_vector = is_vector and rows_of(part) is None
-            if dim == rows.dim or num_tensors > 1 or not is_vector:
-                return (), sizes, None
-            out_dim += 1
-        dim += 1
-    if num_tensors and any(isinstance(part, Integral) for part in parts):
-        # An integer counts as an index tensor, and may move the dim of the other one to the front.
-        return (), sizes, None
+        if part is not None and dim == rows.dim:
+            kept = _kept_rows(part, rows)
+            if kept is None:
+                return (), rows.sizes, None
+            sizes, parts[i], rows_dim = kept[0], kept[1][ranks.index], out_dim
+        dim += part is not None
+        out_dim += not _is_number(part)
     return tuple(parts), sizes, rows_dim
 
 
-def _kept_rows(part: slice, rows: RowTag) -> tuple[Sizes, list[slice]] | None:
-    """Return the sizes of the rows that the slice ``part`` keeps, and the slice of each rank's own rows.
-    Return None if the slice has a step, if a rank would keep no row, or if it cuts a dim that contains
+def _parts_of_index(index: Any, ndim: int) -> list[Any]:
+    """Return a part of ``index`` for each of ``ndim`` dims, and None for each new dim: whole slices stand in place of
+    an ellipsis and for the last dims.
+    """
+    parts = list(index) if isinstance(index, tuple) else [index]
+    consumed = sum(part is not None and part is not Ellipsis for part in parts)
+    ellipsis = next((i for i, part in enumerate(parts) if part is Ellipsis), len(parts))
+    parts[ellipsis : ellipsis + 1] = [slice(None)] * (ndim - consumed)
+    return parts
+
+
+def _keeps_order(parts: Sequence[Any]) -> bool:
+    """Whether an index leaves the dims that it keeps in their order: it has at most one list or tensor, a vector."""
+    lists = [part for part in parts if not (part is None or isinstance(part, slice) or _is_number(part))]
+    if not lists:
+        return True
+    # A number counts as an index tensor, and may move the dim of the other one to the front.
+    if len(lists) > 1 or any(map(_is_number, parts)):
+        return False
+    (part,) = lists
+    # A mask has as many dims as it selects from, and of a sharded index this rank holds a part.
+    if isinstance(part, Tensor) and (part.dtype in (torch.bool, torch.uint8) or rows_of(part) is not None):
+        return False
+    return isinstance(part, (list, Tensor)) and torch.as_tensor(part).ndim == 1
+
+
+def _is_number(part: Any) -> bool:
+    """Whether a part of an index drops its dim. A bool adds one."""
+    return isinstance(part, Integral) and not isinstance(part, bool)
+
+
+def _kept_rows(part: Any, rows: RowTag) -> tuple[Sizes, list[slice]] | None:
+    """Return the sizes of the rows that ``part`` of an index keeps, and the slice of each rank's own rows.
+    Return None if it is no slice or has a step, if a rank would keep no row, or if it cuts a dim that contains
     several frames.
     """
     total = sum(rows.sizes)
-    if part.step not in (None, 1):
+    if not isinstance(part, slice) or part.step not in (None, 1):
         return None
     start, stop, _ = part.indices(rows.outer * total)
     if (start, stop) == (0, rows.outer * total):
