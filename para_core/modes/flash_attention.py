@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from para_core.attention.sdpa_call import Fail, LengthCheck, SdpaCall, SdpaHandler
+from para_core.attention.sdpa_call import LengthCheck, SdpaCall, SdpaHandler
 from para_core.modes.foreign_operators import OPERATOR_TYPES, Operator, overload_of
 from para_core.modes.registry import AttentionOwner, register_operator
 from para_core.torch_internals import DisableTorchFunctionSubclass, schema_of, version_of
@@ -60,6 +60,9 @@ _WITHOUT_EFFECT = {
     "is_rotary_interleaved",
 }
 
+# ((query, key, value), output), where output has an autograd graph that leads to the three inputs.
+_Graph = tuple[Sequence[Tensor], Tensor]
+
 
 def is_flash_attention(operator: Operator) -> bool:
     """Whether an operator is a forward of FlashAttention, with query, key and value as its first arguments."""
@@ -82,14 +85,13 @@ class _FlashCall(NamedTuple):
 
 
 def attend_by_flash_operator(
-    handler: SdpaHandler, fail: Fail, operator: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]
+    owner: AttentionOwner, operator: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[Tensor, ...]:
-    """Run a forward operator of FlashAttention as an SDPA call, computed by ``handler``, and return all its
+    """Run a forward operator of FlashAttention as an SDPA call, computed by ``owner``, and return all its
     outputs.
 
     The first is the attention output in the shape of ``q``. The second is a placeholder for the lse: in eager
-    code any use of it raises an error, in compiled code its values are NaN. The other outputs are
-    placeholders too.
+    code any use of it raises an error, in compiled code its values are NaN. The others are :func:`_placeholders`.
 
     Raises:
         ValueError: The call uses dropout, a sliding window, softcap, ALiBi, a KV cache or several sequences.
@@ -100,7 +102,7 @@ def attend_by_flash_operator(
     try:
         call = _convert_arguments(str(operator), arguments)
     except ValueError as error:
-        fail(error)
+        owner.fail(error)
     tensors = (arguments["q"], arguments["k"], arguments["v"])
     compiling = torch.compiler.is_compiling()
     if compiling and any(x.requires_grad for x in tensors):
@@ -109,7 +111,7 @@ def attend_by_flash_operator(
             "F.scaled_dot_product_attention, call it uncompiled, or compile under torch.no_grad()."
         )
     if compiling or torch.is_grad_enabled() or not any(x.requires_grad for x in tensors):
-        out = _run_as_sdpa(handler, call, *tensors)
+        out = _run_as_sdpa(owner.attend, call, *tensors)
         graph = None
     else:
         # Gradients are disabled although an input requires one, so FlashAttention's autograd.Function is the
@@ -117,19 +119,25 @@ def attend_by_flash_operator(
         # graph on the lse.
         inputs = [x.detach().requires_grad_(x.requires_grad) for x in tensors]
         with torch.enable_grad():
-            graph = (inputs, _run_as_sdpa(handler, call, *inputs))
+            graph = (inputs, _run_as_sdpa(owner.attend, call, *inputs))
         out = graph[1].detach()
-    query = arguments["q"]
-    shape: tuple[int, ...] = (query.shape[0], query.shape[2], query.shape[1])
+    shape: tuple[int, ...] = (out.shape[0], out.shape[2], out.shape[1])
     if call.is_varlen:
-        shape = (query.shape[1], query.shape[0])
-    rest = [query.new_empty(0) for _ in range(num_outputs - 2)]
-    if "dropout_p" in arguments and rest:
-        # The last output of the operator is the RNG state of dropout, two int64 values.
-        rest[-1] = torch.empty(2, dtype=torch.int64, device=query.device)
+        shape = (out.shape[1], out.shape[0])
     if compiling:
-        return (out, query.new_full(shape, torch.nan, dtype=torch.float32), *rest)
-    return (out, _UnknownLse.make(shape, graph), *rest)
+        lse = out.new_full(shape, torch.nan, dtype=torch.float32)
+    else:
+        lse = _UnknownLse.make(shape, graph)
+    return (out, lse, *_placeholders(out, num_outputs - 2, has_dropout="dropout_p" in arguments))
+
+
+def _placeholders(out: Tensor, num_others: int, *, has_dropout: bool) -> list[Tensor]:
+    """Return placeholders for the outputs of an operator after ``out`` and the lse."""
+    others = [out.new_empty(0) for _ in range(num_others)]
+    if has_dropout and others:
+        # The last output of the operator is the RNG state of dropout, two int64 values.
+        others[-1] = torch.empty(2, dtype=torch.int64, device=out.device)
+    return others
 
 
 def _run_as_sdpa(handler: SdpaHandler, call: _FlashCall, *tensors: Tensor) -> Tensor:
@@ -268,15 +276,11 @@ class _UnknownLse(Tensor):
     raises RuntimeError.
     """
 
-    graph: tuple[Sequence[Tensor], Tensor] | None
+    graph: _Graph | None
 
     @staticmethod
-    def make(shape: Sequence[int], graph: tuple[Sequence[Tensor], Tensor] | None) -> _UnknownLse:
-        """Return a placeholder for an lse of this ``shape``.
-
-        ``graph`` is ``((query, key, value), output)``, where ``output`` has an autograd graph that leads to
-        the three inputs; None if :func:`_backward` is not needed.
-        """
+    def make(shape: Sequence[int], graph: _Graph | None) -> _UnknownLse:
+        """Return a placeholder for an lse of this ``shape``. ``graph`` is None if :func:`_backward` is not needed."""
         lse = torch.empty(tuple(shape), dtype=torch.float32, device="meta").as_subclass(_UnknownLse)
         lse.graph = graph
         return lse
@@ -331,10 +335,4 @@ def _backward(operator: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]
     return dout.new_empty(0, dtype=torch.float32)
 
 
-def _route_flash(
-    owner: AttentionOwner, operator: Operator, args: Sequence[Any], kwargs: Any
-) -> tuple[Tensor, ...]:
-    return attend_by_flash_operator(owner.attend, owner.fail, operator, args, kwargs)
-
-
-register_operator(is_flash_attention, _route_flash)
+register_operator(is_flash_attention, attend_by_flash_operator)
