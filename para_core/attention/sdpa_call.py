@@ -127,16 +127,9 @@ class SdpaCall(NamedTuple):
 
 # An SdpaHandler is a function that computes an intercepted call of SDPA.
 SdpaHandler = Callable[[SdpaCall], Tensor]
-# A function that raises the exception it gets: raise_here, or one that makes all ranks raise, for a mode that
-# a user enters, in which ranks may get different arguments.
+# A function that raises the exception it gets: on this rank, as all ranks have equal arguments under a plan; or on
+# all ranks, for a mode that a user enters, in which they may have different ones.
 Fail = Callable[[Exception], NoReturn]
-
-
-def raise_here(error: Exception) -> NoReturn:
-    """Raise ``error`` without an exchange between ranks.
-    Under a plan all ranks get equal arguments, so all raise.
-    """
-    raise error
 
 
 # The following functions validate the arguments of a call before anything is sent. They see one rank's

@@ -8,6 +8,7 @@ tests/modes/test_batch_parallel.py.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from inspect import signature
 from typing import Any
 
 import torch.nn.functional as F
@@ -23,6 +24,9 @@ from para_core.layout.tokens import shard_tokens
 from para_core.modes.interceptor import RUN_FUNCTIONS, SDPA, SDPA_OPERATOR, run_functions
 from para_core.modes.sharding_mode import ShardingMode, segments_of
 from para_core.torch_internals import no_frame_of_its_own
+
+# The names of the arguments of torch's function, in its order.
+_OF_MULTI_HEAD = tuple(signature(F.multi_head_attention_forward).parameters)
 
 
 class BatchParallelAttnMode(ShardingMode):
@@ -62,15 +66,9 @@ class BatchParallelAttnMode(ShardingMode):
         if func in RUN_FUNCTIONS and self._mesh.ranks > 1:
             return run_functions(self, func, args, kwargs)
         if func is F.multi_head_attention_forward and self._mesh.ranks > 1:
-            dropout_p = kwargs.get("dropout_p", 0.0)
-            # The positions are those in the signature of torch's function.
-            if len(args) > 10:
-                dropout_p = args[10]
-            training = kwargs.get("training", True)
-            if len(args) > 13:
-                training = args[13]
-            if training:
-                check_dropout(dropout_p)
+            arguments = {**dict(zip(_OF_MULTI_HEAD, args, strict=False)), **kwargs}
+            if arguments.get("training", True):
+                check_dropout(arguments["dropout_p"])
         return func(*args, **kwargs)
 
     def _attend(self, call: SdpaCall) -> Tensor:

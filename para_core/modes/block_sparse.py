@@ -1,4 +1,6 @@
-"""A mode with a block-sparse mask."""
+"""A mode with a block-sparse mask. Its attention is :mod:`para_core.attention.block_sparse`, tests are
+tests/attention/test_block_sparse.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The errors of a block mask that was not sharded, or was sharded as another sequence, in eager code and in graphs."""
+"""The errors of a block mask that was not sharded, or was sharded as another sequence, in eager code and in graphs.
+
+:mod:`.flex_attention` raises them. Tests: ``MISUSES`` of tests/modes/test_flex_attention.py.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +16,8 @@ NOT_SHARDED = (
     "cp.shard(block_mask)."
 )
 OTHER_SEQUENCE = (
-    "block_mask was sharded as another sequence than this call's {0} queries and {1} keys, or by another layout. "
-    "Shard it after the "
-    "tokens that it is for, or say which these are: cp.shard(block_mask, sequence=cp.sequence(total))."
+    "block_mask was sharded as another sequence than this call's {0} queries and {1} keys, or by another layout. Shard "
+    "it after the tokens that it is for, or say which these are: cp.shard(block_mask, sequence=cp.sequence(total))."
 )
 
 

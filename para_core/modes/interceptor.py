@@ -90,17 +90,8 @@ def intercept(
             "ranks attention inside would see this rank's tokens only. Leave nested_compile_region out."
         )
     if type(func) in OPERATOR_TYPES and computes_attention(func) and not is_called_by_a_graph(func):
-        return _run_operator(owner, func, args, kwargs)
+        return require_route(func, owner.fail)(owner, func, args, kwargs)
     return func(*args, **kwargs)
-
-
-def _run_operator(
-    owner: AttentionOwner, operator: Callable[..., Any], args: Sequence[Any], kwargs: Any
-) -> Any:
-    """Return the result of an attention operator of another package, computed for ``owner``.
-    Raise ``RuntimeError`` if no feature computes it.
-    """
-    return require_route(operator, owner.fail)(owner, operator, args, kwargs)
 
 
 def call_original(func: Callable[..., Any], args: Sequence[Any], kwargs: Any) -> Any:
@@ -302,7 +293,7 @@ def _kernel_of(namespace: str, name: str) -> Callable[..., Any]:
         if not DISPATCHER_CONTEXTS.entered[-1].is_active():
             with _DISPATCH_KEY.excluded():
                 return operator(*args, **kwargs)
-        return _run_operator(_DISPATCHED_CALLS, operator, args, kwargs)
+        return require_route(operator, _DISPATCHED_CALLS.fail)(_DISPATCHED_CALLS, operator, args, kwargs)
 
     return dispatched
 

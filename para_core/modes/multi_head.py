@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from para_core.attention.mask_rows import copy_mark
-from para_core.attention.sdpa_call import MASK_DTYPES, Fail, SdpaCall, SdpaHandler, raise_here
+from para_core.attention.sdpa_call import MASK_DTYPES, Fail, SdpaCall, SdpaHandler
 from para_core.modes.registry import AttentionOwner, register_function
 
 
@@ -50,7 +50,7 @@ def multi_head_attention(
     average_attn_weights: bool = True,
     is_causal: bool = False,
     *,
-    fail: Fail = raise_here,
+    fail: Fail,
 ) -> tuple[Tensor, None]:
     """Return the results of ``F.multi_head_attention_forward``, with ``handler`` in place of SDPA.
 

@@ -54,15 +54,15 @@ def test_attention_to_own_samples_sends_nothing(rank_pool, world_size):
 
 
 def call_wrongly():
-    def attend(**options):
+    def attend(function=F.scaled_dot_product_attention, **options):
         with BatchParallelAttnMode(dist.group.WORLD) as cp:
-            F.scaled_dot_product_attention(*[cp.shard(x, dim=0) for x in make_qkv(11, 3, 8, B=5)], **options)
+            function(*[cp.shard(x, dim=0) for x in make_qkv(11, 3, 8, B=5)], **options)
 
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("ulysses",))
-    mask = torch.ones(7, 1, 1, 11, dtype=torch.bool)
     for pattern, call in {
-        r"attn_mask \[7, 1, 1, 11\] .*7 .* 1, [23] .* 5 ": lambda: attend(attn_mask=mask),
+        r"attn_mask \[7, 1, 1, 11\] .*7 .* 1, [23] .* 5 ": lambda: attend(attn_mask=torch.ones(7, 1, 1, 11).bool()),
         r"dropout_p=0\.1 ": lambda: attend(dropout_p=0.1),
+        r"dropout_p=0\.2 ": lambda: attend(torch.nn.MultiheadAttention(8, 2, dropout=0.2)),
         r"\('ulysses',\).* 'batch'": lambda: BatchParallelAttnMode(mesh),
     }.items():
         with pytest.raises(ValueError, match=pattern):
