@@ -67,9 +67,7 @@ def require_checked(recorded: RecordedPlan, model: nn.Module, inputs: Mapping[st
 
 
 def _is_condition(value: Any) -> bool:
-    """Whether a model gets ``value`` for a condition of the workflow: without one it gets None, or an empty
-    list or dict.
-    """
+    """Whether ``value`` is a condition of the workflow: without one a model gets None, or an empty list or dict."""
     if isinstance(value, (list, tuple, dict)):
         return bool(value)
     return value is not None
