@@ -55,7 +55,7 @@ def require_checked(recorded: RecordedPlan, model: nn.Module, inputs: Mapping[st
         raise ValueError(
             f"this workflow gives {recorded.models} the condition {', '.join(unknown)}, with which its plan on several "
             f"ranks was not compared with ComfyUI; expected {', '.join(recorded.arguments)}. Set ranks to 1, or "
-            f"remove it."
+            "remove it."
         )
     for refusal in recorded.refusals:
         problem = refusal(model, inputs)

@@ -251,11 +251,9 @@ def _describe_form(value: Any) -> str:
         return str({key: _describe_form(entry) for key, entry in value.items()})
     if isinstance(value, (list, tuple)):
         return str(sorted({_describe_form(entry) for entry in value}))
-    return (
-        type(value).__name__
-        if isinstance(value, (int, float)) and not isinstance(value, bool)
-        else repr(value)
-    )
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return type(value).__name__
+    return repr(value)
 
 
 def _local_bytes(parameter: Any) -> int:
