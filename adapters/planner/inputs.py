@@ -40,7 +40,7 @@ def _video(config: Any, sizes: GenerationSizes) -> tuple[int, ...]:
 
 
 def _latent_pixels(config: Any, sizes: GenerationSizes) -> tuple[int, ...]:
-    return prod(sizes.latents), config.in_channels
+    return prod(sizes.uncut_latents), config.in_channels
 
 
 def _frames(config: Any, sizes: GenerationSizes) -> tuple[int, ...]:
@@ -103,7 +103,7 @@ def make_inputs(transformer: nn.Module, sizes: GenerationSizes) -> dict[str, Any
         "img_shapes": [[(1, sizes.latents[1] // 2, sizes.latents[2] // 2)]],
         **dict.fromkeys(("original_size", "target_size", "crop_coords"), pairs),
         "added_cond_kwargs": {"resolution": pairs, "aspect_ratio": pairs[:, :1]},
-        **dict(zip(("num_frames", "height", "width"), sizes.latents, strict=True)),
+        **dict(zip(("num_frames", "height", "width"), sizes.uncut_latents, strict=True)),  # of LTX-Video
     }
     # The scale of guidance, if the model is distilled to take it.
     if getattr(config, "guidance_embeds", False):
@@ -121,9 +121,8 @@ def make_inputs(transformer: nn.Module, sizes: GenerationSizes) -> dict[str, Any
     return {name: value for name, value in inputs.items() if name in accepted}
 
 
-# Sizes for a pipeline that does not say its own: a user's own class, and modular pipelines, whose blocks have
-# the defaults inside. They are FluxPipeline's: 1024 × 1024 pixels (default_sample_size 128 latent pixels of 8
-# pixels), and 512 text tokens; 4 is the factor of most VAEs for videos.
+# Sizes for a pipeline that does not say its own: a user's class, and modular pipelines, whose blocks have them. They
+# are FluxPipeline's, 128 × 128 latent pixels and 512 text tokens; 4 is the factor of most VAEs for videos.
 _SPATIAL_FACTOR, _TEMPORAL_FACTOR, _LATENT_SIDE, _TEXT = 8, 4, 128, 512
 # The default of num_inference_steps in most of diffusers' pipelines.
 _STEPS = 50
@@ -163,6 +162,8 @@ def default_sizes(pipe: Any, transformer: Any, changed: dict[str, Any]) -> tuple
         spatial=spatial,
         temporal=_first_size(*((pipe, name) for name in _TEMPORAL), default=_TEMPORAL_FACTOR),
     )
+    if getattr(call, "enable_temporal_reasoning", None) is False:
+        sizes = replace(sizes, frames=5)  # ChronoEdit then ignores num_frames.
     return replace(sizes, **changed), _first_size((call, "num_inference_steps"), default=_STEPS)
 
 

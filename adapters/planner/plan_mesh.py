@@ -19,8 +19,7 @@ from para_core.option_values import Offload, Quantize, TextEncoders, VaePlacemen
 _SIDES = (512, 1024)
 # Ranks with NVLink between all of them, by device, if not 8 as usual: a GB200 NVL72 is one rack.
 _RANKS_PER_HOST = {"GB200": 72}
-# Every mesh is predicted, which takes up to 10 seconds for so many ranks.
-_MOST_RANKS = 65536
+_MOST_RANKS = 65536  # Every mesh is predicted, which takes up to 10 seconds.
 
 
 def plan_mesh(
