@@ -20,7 +20,6 @@ NAMES = {
     "A100 40GB PCIe": ("NVIDIA A100-PCIE-40GB",),
     "B200": ("B200 192GB",),
     "L40S": ("L 40S",),
-    "L4": ("NVIDIA L4",),
     "A6000": ("rtxA6000",),
     "RTX 6000 Ada": ("NVIDIA RTX 6000 Ada Generation", "rtx6000ada"),
     "RTX PRO 6000": ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", "rtxpro6000"),

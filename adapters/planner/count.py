@@ -76,7 +76,7 @@ def pipe_workload(pipe: Any, changed: dict[str, int], steps: int | None) -> Work
     """Return the work of one generation with ``pipe``, of its default sizes but for those of ``changed``.
 
     Raises:
-        UnknownModelError: ``pipe`` has no transformer, or its inputs or plan are unknown.
+        UnknownModelError: ``pipe`` has no transformer, its inputs or plan are unknown, or it perturbs attention.
         ValueError: The pipeline cannot generate a result of this size.
     """
     transformer = next(iter(transformers_of(pipe).values()), None)
@@ -84,6 +84,8 @@ def pipe_workload(pipe: Any, changed: dict[str, int], steps: int | None) -> Work
         raise UnknownModelError(
             f"{type(pipe).__name__} has no transformer; expected a pipeline with one, or the name of a published model."
         )
+    if hasattr(pipe, "pag_applied_layers"):
+        raise UnknownModelError("the calls of perturbed attention guidance are not counted.")
     sizes, default_steps = default_sizes(pipe, transformer, changed)
     # The inputs of a modular pipeline are those of its blocks.
     of_blocks = (getattr(x, "name", None) for x in getattr(getattr(pipe, "blocks", None), "inputs", ()))
@@ -200,7 +202,6 @@ class _CallCount:
             case AttentionEnd():
                 self._operators.in_attention = False
             case FunctionCall() if event.function is F.linear:
-                # Its operators are counted as those of others are.
                 if any(id(x) in self._rowwise for x in (*event.args, *event.kwargs.values())):
                     self._summed += event.output.nbytes
             case OperatorCall():

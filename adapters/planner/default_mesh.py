@@ -67,8 +67,6 @@ def _predict_choice(
         raise NotPredictedError("there is no pipeline")
     if device_type != "cuda":
         raise NotPredictedError(f"the planner predicts for cuda devices, and this one is {device_type}")
-    if hasattr(owner, "pag_applied_layers"):
-        raise NotPredictedError("the planner does not count perturbed attention guidance")
     try:
         device = gpu_at_hand()
     except ValueError as error:

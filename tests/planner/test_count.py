@@ -52,7 +52,6 @@ def test_operations_of_flux_are_those_that_diffusers_publishes():
     assert workload_of("FLUX.1-dev").call.products == pytest.approx(59_523.04e9, rel=1e-3)
 
 
-# All models are counted again in the long tests.
 STORED = [pytest.param(x, marks=pytest.mark.long) for x in PUBLISHED if x != "Wan 2.1 1.3B"]
 STORED += [pytest.param("Wan 2.1 1.3B", id="WanTransformer3DModel, Wan 2.1 1.3B")]
 
@@ -76,7 +75,6 @@ def test_stored_counts_equal_those_of_the_model_at_other_sizes(name):
 def test_published_models_are_found_in_any_spelling():
     for spelling, name in (
         ("flux.1-dev", "FLUX.1-dev"),
-        ("FLUX 2 dev", "FLUX.2-dev"),
         ("wan2.2 a14b", "Wan 2.2 A14B"),
         ("black-forest-labs/flux.1-DEV", "FLUX.1-dev"),
     ):
@@ -98,14 +96,16 @@ def test_a_pipeline_is_planned_for_at_its_own_defaults():
         plan_mesh(pipe, ranks=2, height=64, width=64, frames=9)
     best = plan_mesh(pipe, ranks=3, height=71, width=57, steps=1).best
     assert not best.problem and best.shape.ranks == 3
+    pipe.pag_applied_layers = ["blocks.1"]
+    with pytest.raises(TypeError, match="perturbed attention"):
+        plan_mesh(pipe, ranks=2)
 
 
 @pytest.mark.parametrize(
     ("arguments", "error", "words"),
     [
         ({"pipe_or_name": object()}, TypeError, "has no transformer"),
-        ({"height": -1}, ValueError, r"height .*-1; "),
-        *[({name: 0}, ValueError, f"{name} .*0; ") for name in ("ranks", "steps")],
+        *[({name: 0}, ValueError, f"{name} .*0; ") for name in ("ranks", "steps", "height")],
         ({"ranks": 100_000_000}, ValueError, "ranks .*100000000; .*65536"),
         ({"ranks_per_host": -8}, ValueError, "ranks_per_host .*-8; "),
         ({"frames": 81}, ValueError, r"frames .*81, .*FLUX\.1-dev "),
