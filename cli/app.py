@@ -39,9 +39,7 @@ FAILED, WRONG_OPTION = 1, 2
 
 
 class _HelpWithoutValue:
-    """Mixin for typer commands that lists ``--help`` without the placeholder ``<bool>``, like the other
-    flags.
-    """
+    """Mixin for typer commands that lists ``--help`` as a flag, without the placeholder ``<bool>``."""
 
     def get_help_option(self, ctx: Any) -> Any:
         option = super().get_help_option(ctx)  # type: ignore[misc]
@@ -63,6 +61,11 @@ class _Command(_HelpWithoutValue, TyperCommand):
                 if any(option in parameter.opts for parameter in self.params):
                     error.possibilities = [option]
             raise
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command, and tell :func:`run` whether an option or a file of options has turned on ``debug``."""
+        ctx.obj["debug"] = ctx.params["debug"]
+        return super().invoke(ctx)
 
 
 class _CommandGroup(_HelpWithoutValue, TyperGroup):
@@ -113,14 +116,15 @@ def run(arguments: Sequence[str]) -> int:
     # the option, the help would need another column.
     for alias, name in ALIASES.items():
         arguments = [re.sub(rf"^--{alias}(?==|$)", f"--{name}", argument) for argument in arguments]
+    settings = {"debug": False}
     try:
-        app(list(arguments))
+        app(list(arguments), obj=settings)
     except SystemExit as end:
         if isinstance(end.code, int):
             return end.code
         return int(end.code is not None)
     except Exception as error:
-        if "--debug" in arguments:
+        if settings["debug"]:
             raise
         text = describe_exception(error)
         code = FAILED

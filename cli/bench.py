@@ -115,7 +115,7 @@ def _read_request(model: PipelineInfo, common: dict[str, Any], prompt: str, seed
     if "prompt" in model.fields:
         common = {"prompt": prompt, **common}
     checks.require_images(model, common)
-    return make_request(common, model, seed=seed, read_image=lambda path: Path(path).read_bytes())
+    return make_request(common, model, seed=seed, read_image=checks.read_image)
 
 
 def _print(figures: dict[str, Any], console: Console) -> None:
@@ -190,6 +190,21 @@ def _print_table(heads: Sequence[str], rows: Sequence[Sequence[str]], console: C
 
 def describe_check(check: dict[str, Any]) -> list[str]:
     """Return the lines that report ``check``, a result of :func:`para_core.cli.comparison.compare`."""
+    return [
+        _describe_verdict(check),
+        f"two runs: {_describe_equality(check['runs equal'])}",
+        f"all ranks: {_describe_equality(check['ranks equal'])}",
+        f"one rank and all: {_describe_equality(check['same bits'])}",
+        f"SHA-256 of one rank: {check['sha256 of one rank']}",
+        *[
+            f"SHA-256 of rank {rank}: {digest}"
+            for rank, digest in _group_digests(check["sha256 of each rank"])
+        ],
+    ]
+
+
+def _describe_verdict(check: dict[str, Any]) -> str:
+    """Return whether ``check`` has passed, and by which error from which reference."""
     from para_core.cli.comparison import ROUNDINGS
 
     error = "not finite"
@@ -201,34 +216,22 @@ def describe_check(check: dict[str, Any]) -> list[str]:
             verdict = "the same bits as"
         elif check["same bits"]:
             verdict = "WRONG: pixels are not finite, in the same bits as"
-        first = f"{verdict} one rank, with --same-bits: relative error {error}"
-    elif check["approximations"]:
+        return f"{verdict} one rank, with --same-bits: relative error {error}"
+    if check["approximations"]:
         names = ", ".join(f"--{name.replace('_', '-')}" for name in check["approximations"])
-        first = f"not exact ({names}): relative error {error} from one rank with the same options; no bound applies"
         if check["relative error"] is None:
-            first = f"WRONG ({names}): pixels are not finite, or the sizes differ from those of one rank"
-    else:
-        verdict = "WRONG"
-        if check["passed"]:
-            verdict = "exact"
-        reference = "the unmodified pipeline"
-        if check["products"] is not None:
-            reference = f"the pipeline with --products {check['products']}"
-        first = (
-            f"{verdict}: relative error {error} from {reference} on one rank; another order of sums explains at most "
-            f"{check['bound']:.3g} ({ROUNDINGS} times what one rounding of each output of the transformer changes)"
-        )
-    return [
-        first,
-        f"two runs: {_describe_equality(check['runs equal'])}",
-        f"all ranks: {_describe_equality(check['ranks equal'])}",
-        f"one rank and all: {_describe_equality(check['same bits'])}",
-        f"SHA-256 of one rank: {check['sha256 of one rank']}",
-        *[
-            f"SHA-256 of rank {rank}: {digest}"
-            for rank, digest in _group_digests(check["sha256 of each rank"])
-        ],
-    ]
+            return f"WRONG ({names}): pixels are not finite, or the sizes differ from those of one rank"
+        return f"not exact ({names}): relative error {error} from one rank with the same options; no bound applies"
+    verdict = "WRONG"
+    if check["passed"]:
+        verdict = "exact"
+    reference = "the unmodified pipeline"
+    if check["products"] is not None:
+        reference = f"the pipeline with --products {check['products']}"
+    return (
+        f"{verdict}: relative error {error} from {reference} on one rank; another order of sums explains at most "
+        f"{check['bound']:.3g} ({ROUNDINGS} times what one rounding of each output of the transformer changes)"
+    )
 
 
 def _group_digests(digests: Sequence[str]) -> list[tuple[str, str]]:

@@ -58,19 +58,16 @@ class Checked:
             fields = {**fields, "prompt": "a"}
         if not several:
             require_images(self.draft, fields)
-        self._require_image_fields(fields)
+        self._require_image_fields(fields, self.draft)
         draft = replace(self.draft, required=())
-        make_request(fields, draft, seed=seed, read_image=lambda path: Path(path).read_bytes())
+        make_request(fields, draft, seed=seed, read_image=read_image)
 
-    def _require_image_fields(self, fields: dict[str, Any]) -> None:
+    def _require_image_fields(self, fields: dict[str, Any], draft: PipelineInfo) -> None:
         """Raise typer.BadParameter if the class takes no such image, while others for the same weights do."""
         from para_core.fleet.pipeline_source import CONTROLNET, find_advisable_pipelines
 
-        accepted_fields: Mapping[str, Any] = {}
-        if self.draft is not None:
-            accepted_fields = self.draft.fields
         for name in ("image", "mask_image", "control_image"):
-            if name not in fields or name in accepted_fields:
+            if name not in fields or name in draft.fields:
                 continue
             content = self.selection.index.content
             sources = [source for source in find_advisable_pipelines(content) if name in source.call]
@@ -204,6 +201,11 @@ def describe_model(model: str | None, checked: Checked) -> PipelineInfo:
     return description
 
 
+def read_image(path: str) -> bytes:
+    """Return the content of an image file, for :func:`~para_core.fleet.request.make_request`."""
+    return Path(path).read_bytes()
+
+
 def require_images(model: PipelineInfo, fields: dict[str, Any]) -> None:
     """Check that ``fields`` have the images that every request of the pipeline needs.
 
@@ -219,9 +221,7 @@ def require_images(model: PipelineInfo, fields: dict[str, Any]) -> None:
 
 
 def _read_schedule(text: str | None, exact: str | None) -> AttentionSchedule | None:
-    """Parse ``text``, such as ``"sage:4:4"`` or ``"keys=0.5:4:4"``. ``exact`` is the backend of the other
-    steps.
-    """
+    """Parse ``text``, such as ``"sage:4:4"`` or ``"keys=0.5:4:4"``. ``exact`` is the backend of other steps."""
     if text is None:
         return None
     from para_core.attention.features import OPTIONS_OF_STEPS, load

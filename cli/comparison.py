@@ -165,9 +165,7 @@ def _replace_infinity(error: float) -> float | None:
 
 
 def _generate(pipe: Any, request: Request) -> np.ndarray[Any, Any]:
-    """Generate once, and return the pixels: float32 from 0 to 1, not rounded to 8 bits. A collective call if
-    ``pipe`` runs on several ranks.
-    """
+    """Return the unrounded pixels of a generation: float32 from 0 to 1. A collective call on several ranks."""
     output = call_pipe(pipe, [request], output_type="np")
     pixels = getattr(output, "frames", None)
     if pixels is None:

@@ -1,4 +1,4 @@
-"""``para_core doctor``: check a machine."""
+"""``para_core doctor``: check a machine. Tests: tests/cli/test_plan.py, tests/test_doctor.py."""
 
 from __future__ import annotations
 

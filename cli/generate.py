@@ -1,6 +1,4 @@
-"""``para_core generate``: generate one prompt, or a file of prompts, on one group of ranks or on several
-replicas.
-"""
+"""``para_core generate``: generate a prompt, or a file of prompts, on one group of ranks or on replicas."""
 
 from __future__ import annotations
 

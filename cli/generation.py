@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from para_core.cli.checks import require_images
+from para_core.cli.checks import read_image, require_images
 from para_core.cli.options import FileOptions, GroupOptions
 from para_core.cli.progress import Bars, showing_log, showing_phases
 from para_core.cli.ranks import count_ranks, ending_on_error, from_first_rank, is_first_rank, process_group
@@ -95,23 +95,7 @@ def make_task(
     mesh_sizes(ranks, dict(recipe.mesh))  # raises if the mesh does not fit
     check_ranks(model, ranks)
     common = {**common, **{name: _make_absolute(common[name]) for name in model.images if name in common}}
-    if prompts is None and "prompt" in model.fields and "prompt" not in common:
-        raise typer.BadParameter("there is no prompt; expected --prompt TEXT or --prompts FILE.")
-    fields = common
-    if prompts is not None and "prompt" in model.fields:
-        fields = {**common, "prompt": common.get("prompt") or "a"}
-    # With a prompt file this validates the options alone, so that an invalid option is reported once and not
-    # for every line.
-    if prompts is None:
-        require_images(model, common)
-    validated = model
-    if prompts is not None:
-        validated = replace(model, required=())
-    request = make_request(fields, validated, seed=seed, read_image=lambda path: Path(path).read_bytes())
-    lines = [Line(1, request)]
-    problems: list[Problem] = []
-    if prompts is not None:
-        lines, problems = read_prompts(prompts, model, common, seed=seed)
+    lines, problems = _read_lines(model, common, seed, prompts)
     delivery = Delivery(chosen, files.fps)
     lines = [replace(line, request=replace(line.request, delivery=delivery)) for line in lines]
     lines = [replace(line, digest=compute_digest(line.request, recipe, model.kind)) for line in lines]
@@ -120,15 +104,13 @@ def make_task(
     reasons = _find_memory_problems(unfinished, model, recipe, ranks, room)
     for line in unfinished:
         reason = find_side_problem(line.request)
+        if reason is None and prompts is not None:
+            # Room for a single result is required below.
+            reason = find_disk_problem(folder, line.request, model)
         if reason is not None:
             reasons[line.number] = reason
     if reasons and prompts is None:
         raise ValueError(reasons[1])  # of the only line
-    if prompts is not None:
-        for line in unfinished:
-            reason = find_disk_problem(folder, line.request, model)
-            if reason is not None:
-                reasons[line.number] = reason
     problems = sorted([*problems, *starmap(Problem, reasons.items())], key=lambda problem: problem.number)
     accepted = [line for line in unfinished if line.number not in reasons]
     disk = require_room(folder, [line.request for line in accepted], model)
@@ -145,6 +127,29 @@ def make_task(
         replicas=replicas,
         room=room,
     )
+
+
+def _read_lines(
+    model: PipelineInfo, common: dict[str, Any], seed: int, prompts: Path | None
+) -> tuple[list[Line], list[Problem]]:
+    """Return the lines of the file ``prompts``, and a problem for each invalid one. Without a file, ``common``
+    are the fields of the only line.
+
+    Raises:
+        typer.BadParameter, ValueError: An option is invalid.
+        OSError: A file cannot be read.
+    """
+    if prompts is None:
+        if "prompt" in model.fields and "prompt" not in common:
+            raise typer.BadParameter("there is no prompt; expected --prompt TEXT or --prompts FILE.")
+        require_images(model, common)
+        return [Line(1, make_request(common, model, seed=seed, read_image=read_image))], []
+    fields = common
+    if "prompt" in model.fields:
+        fields = {**common, "prompt": common.get("prompt") or "a"}
+    # Validate the options alone, so that an invalid one is reported once and not for every line.
+    make_request(fields, replace(model, required=()), seed=seed, read_image=read_image)
+    return read_prompts(prompts, model, common, seed=seed)
 
 
 def _find_memory_problems(

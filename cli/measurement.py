@@ -215,9 +215,7 @@ def time_run(pipe: Any, request: Request) -> dict[str, Any]:
 
 
 def _wait_for_ranks() -> None:
-    """Wait for all ranks and for this rank's device, so that the next measurement counts no earlier work. A
-    collective call.
-    """
+    """Wait for all ranks and this rank's device, so that no earlier work is measured. A collective call."""
     if dist.is_initialized():
         dist.barrier()
     if torch.cuda.is_available():
@@ -299,9 +297,7 @@ def count_run(pipe: Any, request: Request) -> dict[str, Any]:
 
 
 def _profile(pipe: Any, request: Request, folder: Path) -> None:
-    """Generate once, and write this rank's profiler trace in Chrome's format, which Perfetto opens. A
-    collective call.
-    """
+    """Generate once, and write this rank's trace in Chrome's format, which Perfetto opens. A collective call."""
     from torch.profiler import ProfilerActivity, profile, record_function
 
     activities = [ProfilerActivity.CPU]

@@ -246,9 +246,7 @@ def _option_name(key: str) -> str:
 
 
 def _parse(path: Path) -> dict[str, Any]:
-    """Return the content of a file, in which numbers are texts. Raise typer.BadParameter if it cannot be
-    read.
-    """
+    """Return the content of a file, with numbers as texts. Raise typer.BadParameter if it cannot be read."""
     kind = {".json": "JSON", ".toml": "TOML"}.get(path.suffix.lower(), "YAML")
     try:
         text = path.read_text(encoding="utf-8-sig")

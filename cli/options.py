@@ -144,9 +144,7 @@ class PlanOptions(RecipeOptions):
 
 
 def _parameters_of_recipe(has: Callable[[Command], bool]) -> list[Parameter]:
-    """Return a parameter for each field of a recipe whose :class:`Command` makes ``has`` true, in the order
-    of the help.
-    """
+    """Return a parameter for each field of a recipe whose :class:`Command` ``has`` accepts, as the help is sorted."""
     commands = [(declaration, declaration.option.command) for declaration in declarations(Recipe)]
     declared = [
         (declaration, command) for declaration, command in commands if command is not None and has(command)

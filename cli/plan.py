@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import shlex
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from inspect import Parameter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args
@@ -29,6 +29,16 @@ if TYPE_CHECKING:
     from para_core.adapters.planner.predictions import Predictions
     from para_core.adapters.planner.work import Workload
     from para_core.fleet.pipeline_info import PipelineInfo
+
+
+@dataclass(frozen=True)
+class _Subject:
+    """The work that is predicted, and the model as the printed command names it, with its fields and images."""
+
+    work: Workload
+    model: str
+    fields: frozenset[str]
+    images: tuple[str, ...] = ()
 
 
 def plan(
@@ -94,13 +104,8 @@ def plan(
     if dtype != "auto":
         further["dtype"] = dtype
     configs = next(iter(config or ()), None)
-    repository = model
-    images: list[str] = []
     if _is_published(model, pipeline, configs):
-        work, repository = _find_published(model, pipeline, sizes)
-        fields = frozenset({"height", "num_inference_steps", "prompt"})
-        if work.sizes.frames > 1:
-            fields |= {"num_frames"}
+        subject = _find_published(model, pipeline, sizes)
     else:
         # Validate the options before the model is looked for and counted, which takes seconds.
         plan_mesh("FLUX.1-dev", **settings)
@@ -108,17 +113,13 @@ def plan(
             model, pipeline, configs, trust_remote_code=trust_remote_code, debug=debug
         )
         typer.echo(f"Counting the operations of {model} without its weights …", err=True)
-        work = _count(described, sizes, dtype)
-        fields = frozenset(described.fields)
-        images = list(described.required)
-        if described.fields.get("image") is Parameter.empty and "image" not in images:
-            images.append("image")
-    predictions = plan_mesh(work, **settings)
+        subject = _count_model(model, described, sizes, dtype)
+    predictions = plan_mesh(subject.work, **settings)
     if json_:
         typer.echo(_make_json(predictions))
         return
     typer.echo(str(predictions))
-    command = _make_command(predictions, repository, compile_, fields, images, {**further, "config": configs})
+    command = _make_command(predictions, subject, compile_, {**further, "config": configs})
     if command:
         typer.echo(f"\nAs a command: {command}")
 
@@ -165,8 +166,8 @@ def _is_published(model: str, pipeline: str | None, configs: str | None) -> bool
     return pipeline is None
 
 
-def _find_published(model: str, pipeline: str | None, sizes: dict[str, Any]) -> tuple[Workload, str]:
-    """Return the work of one generation with a published model, and its repository.
+def _find_published(model: str, pipeline: str | None, sizes: dict[str, Any]) -> _Subject:
+    """Return the stored work of one generation with a published model.
 
     Raise ValueError if ``model`` names none, or a class is chosen for it, or a size is invalid.
     """
@@ -179,7 +180,20 @@ def _find_published(model: str, pipeline: str | None, sizes: dict[str, Any]) -> 
             f"pipeline is {pipeline!r}, and model {model!r} is the name of a published model, whose work is known for "
             f"its own class only. Use a folder or the repository, --model {repository}."
         )
-    return workload_of(model, **sizes), repository
+    work = workload_of(model, **sizes)
+    fields = frozenset({"height", "num_inference_steps", "prompt"})
+    if work.sizes.frames > 1:
+        fields |= {"num_frames"}
+    return _Subject(work, repository, fields)
+
+
+def _count_model(model: str, described: PipelineInfo, sizes: dict[str, Any], dtype: str) -> _Subject:
+    """Return the counted work of ``model``. Raise ValueError if a size is invalid."""
+    images = list(described.required)
+    if described.fields.get("image") is Parameter.empty and "image" not in images:
+        images.append("image")
+    work = _count(described, sizes, dtype)
+    return _Subject(work, model, frozenset(described.fields), tuple(images))
 
 
 def _describe_model(
@@ -250,7 +264,8 @@ def _count(described: PipelineInfo, sizes: dict[str, Any], dtype: str) -> Worklo
     """
     import torch
 
-    from para_core.adapters.planner.count import UnknownModelError, uncounted_workload
+    from para_core.adapters.planner.count import uncounted_workload
+    from para_core.adapters.planner.inputs import UnknownModelError
     from para_core.adapters.planner.plan_mesh import workload_of
     from para_core.fleet.without_weights import without_weights
     from para_core.torch_internals import fake_tensor_logger
@@ -280,14 +295,7 @@ def _count(described: PipelineInfo, sizes: dict[str, Any], dtype: str) -> Worklo
         return uncounted_workload(pipe, f"counting raised {type(error).__name__}: {error}.")
 
 
-def _make_command(
-    predictions: Predictions,
-    model: str,
-    compile_: str,
-    fields: frozenset[str],
-    images: list[str],
-    further: dict[str, Any],
-) -> str:
+def _make_command(predictions: Predictions, subject: _Subject, compile_: str, further: dict[str, Any]) -> str:
     """Return the shell command that generates on the best mesh; empty if none is known to run.
 
     Instead of a whole transformer, its blocks are compiled on some meshes. ``further`` options have their
@@ -296,7 +304,7 @@ def _make_command(
     row = predictions.best
     from para_core.fleet.pipeline_info import FRAME_PARAMETERS
 
-    work = predictions.work
+    work, fields, images = subject.work, subject.fields, subject.images
     hosts = -(-predictions.ranks // predictions.machine.per_host)
     if not row.runs or work.uncounted or predictions.ranks % hosts:
         return ""
@@ -309,7 +317,7 @@ def _make_command(
         row.shape.fsdp or row.placement.resident is not None or row.placement.takes_turns
     ):
         compile_ = "blocks"
-    named: dict[str, Any] = {"model": model}
+    named: dict[str, Any] = {"model": subject.model}
     if "prompt" in fields:
         named["prompt"] = "a red circle"
     if "image" in images:

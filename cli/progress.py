@@ -29,9 +29,7 @@ from para_core.progress import pass_records_to
 
 
 def announce_imports() -> None:
-    """Print on stderr that torch and diffusers are being imported, which takes seconds. Only on the first
-    rank.
-    """
+    """Print on the first rank that torch and diffusers are being imported, which takes seconds."""
     if is_first_of_torchrun():
         Console(stderr=True, highlight=False).print("importing torch and diffusers")
 
@@ -69,9 +67,7 @@ class _Phases(logging.Handler):
 
 @contextmanager
 def showing_phases(*, shown: bool = True) -> Iterator[None]:
-    """Show the reported phases on stderr until the end of this context. ``shown`` is False on all ranks but
-    one.
-    """
+    """Show reported phases on stderr until the end of this context. ``shown`` is False on all ranks but one."""
     if not shown:
         yield
         return
@@ -96,9 +92,7 @@ class _LineHandler(logging.Handler):
 
 @contextmanager
 def showing_log(console: Console) -> Iterator[None]:
-    """Print on ``console`` reported phases, and what :mod:`para_core.fleet` logs, until the end of this
-    context.
-    """
+    """Print reported phases, and what :mod:`para_core.fleet` logs, on ``console`` until this context ends."""
     lines = _LineHandler(console)
     with pass_records_to(lines, logging.getLogger("para_core.fleet")), pass_records_to(lines):
         yield

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from para_core.fleet.recipe import Recipe
 
 _VIDEO_FOLDER = Path("~/.cache/para_core/videos")
-_FRAMES_PATTERN = re.compile(r"[0-9]{1,9}")
+_FRAMES_PATTERN = re.compile(r"[1-9][0-9]{0,8}")
 # Default of --max-size.
 _DEFAULT_PIXELS = {"image": 2048 * 2048, "video": 1280 * 720 * 129}
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -178,9 +178,7 @@ def serve(
 
 
 def _read_api_key(variable: str, host: str) -> str | None:
-    """Return the API key in this environment variable, None if it is empty. Raise BadParameter if ``host``
-    needs one.
-    """
+    """Return the API key in this environment variable, or None. Raise BadParameter if ``host`` needs one."""
     api_key = os.environ.get(variable, "").strip() or None
     if api_key is None and host not in _LOOPBACK:
         raise typer.BadParameter(
@@ -253,9 +251,7 @@ def _require_fit(recipe: Recipe, max_batch: int, loras: Path | None) -> None:
 
 @dataclass(frozen=True)
 class _Shape:
-    """Width and height in pixels, and the number of frames, None if it was not stated, of the value of an
-    option.
-    """
+    """Width and height in pixels, and the number of frames if it was stated, of the value of an option."""
 
     option: str
     text: str
@@ -275,15 +271,15 @@ class _Shape:
         frames: int | None = None
         if text.count("x") == 2:
             plane, _, last = text.rpartition("x")
-            frames = 0
-            if _FRAMES_PATTERN.fullmatch(last):
-                frames = int(last)
+            if _FRAMES_PATTERN.fullmatch(last) is None:
+                raise typer.BadParameter(
+                    f"{option} {text}: expected width x height, or width x height x frames."
+                )
+            frames = int(last)
         try:
             width, height = read_size(plane)
         except ValueError as error:
             raise typer.BadParameter(f"{option} {text}: {error}") from None
-        if frames is not None and frames < 1:
-            raise typer.BadParameter(f"{option} {text}: expected width x height, or width x height x frames.")
         return cls(option, text, width, height, frames)
 
     @property

@@ -32,9 +32,7 @@ class SignalCode(int):
 
 
 class Terminated(KeyboardInterrupt):
-    """Raised on SIGTERM. Like Ctrl-C it ends the command, and does not count as an error of the current
-    request.
-    """
+    """Raised on SIGTERM. Like Ctrl-C it ends the command, and is no error of the current request."""
 
 
 def describe_signal(end: KeyboardInterrupt) -> tuple[str, SignalCode]:
@@ -102,9 +100,7 @@ def _restore_handler(number: signal.Signals, previous: Any, default: Any) -> Non
 
 @contextmanager
 def _ending_late(report: Callable[[KeyboardInterrupt], int]) -> Iterator[None]:
-    """If a signal arrives inside this context, and it lasts a second longer, call ``report``, and end the
-    process.
-    """
+    """If a signal arrives in this context, and it lasts a second longer, call ``report`` and end the process."""
     # Python's own handlers run in the main thread between two instructions. The interpreter's C handler
     # writes each signal to this socket at once, also while the main thread runs in a library.
     reader, writer = socket.socketpair()

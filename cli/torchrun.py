@@ -1,6 +1,4 @@
-"""Whether torchrun started this process, and the number of ranks that the options or torchrun state. Imports
-no torch.
-"""
+"""Whether torchrun started this process, and the stated number of ranks. Tests: tests/cli/test_refusals.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The files of profiler traces of ``para_core bench``. Imports no torch."""
+"""The files of profiler traces of ``para_core bench``. Imports no torch. Tests: tests/cli/test_bench.py."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ def require_checked(recorded: RecordedPlan, model: nn.Module, inputs: Mapping[st
         raise ValueError(
             f"this workflow gives {recorded.models} the condition {', '.join(unknown)}, with which its plan on several "
             f"ranks was not compared with ComfyUI; expected {', '.join(recorded.arguments)}. Set ranks to 1, or "
-            f"remove it."
+            "remove it."
         )
     for refusal in recorded.refusals:
         problem = refusal(model, inputs)
@@ -67,9 +67,7 @@ def require_checked(recorded: RecordedPlan, model: nn.Module, inputs: Mapping[st
 
 
 def _is_condition(value: Any) -> bool:
-    """Whether a model gets ``value`` for a condition of the workflow: without one it gets None, or an empty
-    list or dict.
-    """
+    """Whether ``value`` is a condition of the workflow: without one a model gets None, or an empty list or dict."""
     if isinstance(value, (list, tuple, dict)):
         return bool(value)
     return value is not None

@@ -178,9 +178,7 @@ class RankModel:
         return self.recorded is None and self.needs_plan and forms_of(inputs) != self.forms
 
     def _parallelize(self, inputs: Mapping[str, Any]) -> None:
-        """Shard the model by its plan, proposed from ``inputs`` if none is recorded, and attach the cache. A
-        collective call.
-        """
+        """Shard the model by its plan, or one proposed from ``inputs``, and attach the cache. A collective call."""
         if self.state is not State.LOADED:
             # Not all changes can be undone or made twice, such as sharding weights or the hooks of the
             # blocks.
@@ -253,11 +251,9 @@ def _describe_form(value: Any) -> str:
         return str({key: _describe_form(entry) for key, entry in value.items()})
     if isinstance(value, (list, tuple)):
         return str(sorted({_describe_form(entry) for entry in value}))
-    return (
-        type(value).__name__
-        if isinstance(value, (int, float)) and not isinstance(value, bool)
-        else repr(value)
-    )
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return type(value).__name__
+    return repr(value)
 
 
 def _local_bytes(parameter: Any) -> int:

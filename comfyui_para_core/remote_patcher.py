@@ -85,9 +85,7 @@ def _cut_model(model: Any, ranks: ModelRanks) -> None:
 
 
 def _patcher_of(model: Any) -> Any:
-    """Return the patcher, with its LoRAs, for which a sampler uses ``model``.
-    Raise RuntimeError outside of one.
-    """
+    """Return the patcher, with its LoRAs, of the sampler that uses ``model``. Raise RuntimeError outside of one."""
     if model.current_patcher is None:
         raise RuntimeError(
             "the model was called outside of a sampler; expected a sampler node, which prepares it."

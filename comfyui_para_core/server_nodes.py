@@ -79,7 +79,7 @@ class _Node:
         self, server: str, image: Tensor | None = None, mask: Tensor | None = None, **inputs: Any
     ) -> tuple[Tensor, int]:
         """Return the image, or the frames of the video, ``[N, H, W, 3]`` from 0 to 1; and the seed that was used."""
-        fields = {**_fields(inputs), "output_format": self.format_}
+        fields = {**_fields(**inputs), "output_format": self.format_}
         if image is not None:
             fields["image"] = _encode(image)
         if mask is not None:
@@ -122,16 +122,14 @@ class Video(_Node):
         return {"required": {**_COMMON, **frames}, "optional": {"image": ("IMAGE",), **_OPTIONAL}}
 
 
-def _fields(inputs: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of a request for the inputs of a node, without empty optional inputs. Changes
-    ``inputs``.
+def _fields(*, width: int, height: int, more: str = "", **inputs: Any) -> dict[str, Any]:
+    """Return the fields of a request for the inputs of a node, without empty optional inputs.
 
     Raise RuntimeError if ``more`` is no JSON object, or sets a field that another input sets. The server
     refuses a field that has another name there, such as ``num_inference_steps``. Fields that are set later,
     because the node relies on them, replace those of ``more``: ``output_format``, ``stream`` and
     ``progress``.
     """
-    width, height, more = inputs.pop("width"), inputs.pop("height"), inputs.pop("more", "")
     fields = {name: value for name, value in inputs.items() if value or name not in (*_OPTIONAL, "strength")}
     fields["size"] = f"{width}x{height}"
     try:

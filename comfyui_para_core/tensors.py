@@ -11,9 +11,7 @@ from para_core.torch_internals import pytree
 
 
 def move_tensors(value: Any, device: torch.device | None) -> Any:
-    """Return ``value`` with the tensors in nested lists, tuples and dicts on ``device``; None leaves them where
-    they are.
-    """
+    """Return ``value`` with the tensors in nested lists, tuples and dicts on ``device``; None moves none."""
     return pytree.tree_map_only(Tensor, lambda x: x.to(device), value)
 
 

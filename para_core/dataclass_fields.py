@@ -97,9 +97,7 @@ def change_field(value: Any, path: str, change: Callable[[Any], Any]) -> Any:
 
 
 def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
-    """Return a copy of ``value`` with each leaf of nested lists, tuples, dicts and dataclasses replaced by
-    ``function(leaf)``.
-    """
+    """Return a copy of ``value``, nested containers and dataclasses, with ``function(leaf)`` for each leaf."""
     if has_fields(value):
         return with_fields(
             value, {name: map_leaves(function, field) for name, field in fields_of(value).items()}

@@ -141,9 +141,7 @@ def seconds_of(work: Callable[[], Any], device: torch.device, *, repeats: int = 
 
 
 def measure_speed(ranks: ExaminedRanks, report: DoctorReport) -> None:
-    """Measure a large matrix product and an attention call, each in operations per second on the rank that is
-    slowest in it.
-    """
+    """Measure operations per second in a large matrix product and in attention, each on the rank that is slowest."""
     size, tokens = 512, 512
     if ranks.device.type == "cuda":
         size, tokens = 8192, 8192

@@ -95,9 +95,7 @@ Products = Literal["triton"]
 # Where text encoders and autoencoders are: whole on each rank, sharded by FSDP2, in host memory, or on the first rank
 # only.
 TextEncoders = Literal["replicate", "fsdp", "offload", "first"]
-TEXT_ENCODERS: tuple[TextEncoders, ...] = get_args(TextEncoders)
 VaePlacement = Literal["replicate", "offload", "first"]
-VAE_PLACEMENTS: tuple[VaePlacement, ...] = get_args(VaePlacement)
 # Schemes of torchao, of weights only or with dynamic activations.
 Quantize = Literal["int8", "fp8", "int8-dynamic", "fp8-dynamic"]
 QUANTIZE: tuple[Quantize, ...] = get_args(Quantize)

@@ -40,8 +40,7 @@ STABLE_AUDIO = Adapter(
         inner={
             # The sequence begins with a time-step token, which is sharded as if it were a sound token.
             "transformer_blocks.0": {"hidden_states": SOUND},
-            # The processor pads a mask to the number of keys that it gets, this rank's, so the mask is split
-            # too.
+            # The processor pads a mask to the number of keys that it gets, this rank's, so it is split.
             "transformer_blocks.*": {
                 "rotary_embedding": POSITIONS,
                 "attention_mask": Split(dim=1, like="sound"),

@@ -15,8 +15,7 @@ BRIA_FIBO2 = Adapter(
             # The model makes attn_mask only if the prompts of the batch have different lengths.
             "layers.*": {"freqs_cis": WITH_TOKENS, "noise_mask": WITH_TOKENS, "attn_mask": WITH_TOKENS},
         },
-        # Gather right after the blocks, because the model then selects image tokens by their positions in the
-        # full sequence.
+        # Gather here, because the model then selects image tokens by their positions in the full sequence.
         outputs={"layers.-1": ALL_TOKENS},
         joint_order=("tokens",),
         attention={

@@ -30,8 +30,7 @@ COSMOS = Adapter(
         # Gather before the output layers, which apply a time step to each token of the full sequence.
         outputs={"transformer_blocks.-1": Gather(dim=1, segment="video")},
         joint_order=("video",),
-        # attn2 is cross-attention to text tokens, and in Cosmos 2.5 also to image tokens. Both are
-        # replicated.
+        # attn2 is cross-attention to replicated text tokens, and in Cosmos 2.5 also to image tokens.
         attention={"**.attn2": (Attention(("video",), ("text",)),)},
     ),
     blocks=chained("transformer_blocks", between=("block_controlnet_hidden_states",)),

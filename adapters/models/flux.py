@@ -78,8 +78,7 @@ FLUX3 = Adapter(
         },
         outputs={"": Gather(dim=1, segment="image")},
         joint_order=("text", "image", "condition"),
-        # Before the joint blocks, each segment has its own blocks, in which its tokens attend only to each
-        # other.
+        # Before the joint blocks, the tokens of each segment attend only to each other, in its own blocks.
         attention={
             "txt_mode_blocks.*.attn": (Attention(("text",)),),
             "mode_blocks.image.*.attn": (Attention(("image",)),),

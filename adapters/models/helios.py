@@ -5,8 +5,7 @@ from para_core.adapters.models.shared.constructors import chained
 from para_core.adapters.models.shared.tokens import ALL_VIDEO, VIDEO, VIDEO_TO_TEXT
 from para_core.plans.plan import LastTokens, Plan, Split
 
-# This plan replaces that of diffusers, which lists forty blocks by index and gathers three times in each
-# block.
+# This plan replaces that of diffusers, which lists forty blocks by index, and gathers thrice in each.
 HELIOS = Adapter(
     transformer="HeliosTransformer3DModel",
     pipelines="Helios",
@@ -17,8 +16,7 @@ HELIOS = Adapter(
             "blocks.*": {
                 "temb": Split(dim=1, like="video", ndim=4),
                 "rotary_emb": Split(dim=1, like="video"),
-                # Tokens of earlier frames come first. Only the last original_context_length tokens attend to
-                # text.
+                # Only these last tokens attend to text. Before them are tokens of earlier frames.
                 "original_context_length": LastTokens("video"),
             },
         },

@@ -6,8 +6,7 @@ from para_core.adapters.models.shared.tokens import ALL_IMAGE, IMAGE, IMAGE_THEN
 from para_core.cache.blocks import BlockGroup, CachedBlocks
 from para_core.plans.plan import Plan, ShardRule, Split
 
-# Rule for tensors whose dim 1 has the entries of the image tokens first, then those of the replicated text
-# tokens.
+# Rule for tensors with entries along dim 1 for image tokens first, then for replicated text tokens.
 WITH_TEXT = Split(dim=1, like="image", then_replicated=True)
 HIDREAM_RULES: dict[str | int, ShardRule] = {"hidden_states_masks": WITH_TEXT, "image_rotary_emb": WITH_TEXT}
 

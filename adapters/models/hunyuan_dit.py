@@ -24,8 +24,7 @@ HUNYUAN_DIT = Adapter(
         ),
         common=("image_rotary_emb",),
     ),
-    # Later blocks also get outputs of earlier blocks. chained=True would require the same arguments for all
-    # blocks.
+    # Not chained: later blocks also get outputs of earlier blocks.
     blocks=CachedBlocks(
         (BlockGroup(("blocks",)),), conditions=("encoder_hidden_states", "encoder_hidden_states_t5")
     ),

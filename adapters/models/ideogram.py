@@ -12,12 +12,10 @@ IDEOGRAM4 = Adapter(
         inputs={},
         inner={
             "layers.0": {"hidden_states": TOKENS},
-            # adaln_input has one modulation per sample (size 1 along dim 1, so it stays replicated) or one
-            # per token.
+            # adaln_input has one modulation per token, or one per sample (size 1, so it stays replicated).
             "layers.*": {"image_rotary_emb": WITH_TOKENS, "adaln_input": WITH_TOKENS},
         },
-        # Gather right after the blocks, because the model then selects image tokens by their positions in the
-        # full sequence.
+        # Gather here, because the model then selects image tokens by their positions in the full sequence.
         outputs={"layers.-1": ALL_TOKENS},
         joint_order=("tokens",),
     ),

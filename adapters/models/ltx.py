@@ -12,8 +12,7 @@ from para_core.weights.tensor_plan import TensorPlan
 # Rotary embeddings are [B, S, D] or [B, H, S, D / 2]: dim -2 is right for both.
 POSITIONS: dict[str | int, ShardRule] = {0: Split(dim=-2, like="video"), 1: Split(dim=-2, like="video")}
 VIDEO, TEXT = Split(dim=1, segment="video", ndim=3), Split(dim=1, segment="text", ndim=3)
-# The time step is [B], or [B, S] if the user gives some frames. The plan that diffusers publishes does not
-# split it.
+# The time step is [B], or [B, S] if the user gives some frames. The plan of diffusers does not split it.
 TIMESTEP = Split(dim=1, like="video", ndim=2)
 
 # The norms of queries and keys span the channels of all heads. So tensor parallelism shards their weights,
@@ -46,8 +45,7 @@ LTX = Adapter(
         batched=samples_in_dim_0("encoder_attention_mask", "video_coords", "attention_kwargs"),
         common=("rope_interpolation_scale",),
     ),
-    # Replicated text is the faster default, because cross-attention to replicated keys needs no
-    # communication.
+    # The faster default: cross-attention to replicated keys needs no communication.
     text="replicate",
     blocks=chained("transformer_blocks"),
     tensor=LTX_TENSOR,

@@ -11,13 +11,11 @@ LUMINA2 = Adapter(
     plan=Plan(
         inputs={},
         inner={
-            # After separate refiner blocks each sample is one sequence: valid text tokens, image tokens,
-            # padding.
+            # After its refiner blocks each sample is one sequence: valid text tokens, image tokens, padding.
             "layers.0": {"hidden_states": TOKENS},
             "layers.*": {"image_rotary_emb": WITH_TOKENS},
         },
-        # Gather right after the blocks, because the model then selects image tokens by their positions in the
-        # full sequence.
+        # Gather here, because the model then selects image tokens by their positions in the full sequence.
         outputs={"layers.-1": ALL_TOKENS},
         joint_order=("tokens",),
     ),

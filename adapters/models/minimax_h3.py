@@ -7,7 +7,6 @@ from para_core.adapters.models.shared.constructors import chained
 MINIMAX_H3 = Adapter(
     transformer="MiniMaxH3Transformer3DModel",
     pipelines="MiniMax-H3",
-    # The blocks take video, sound and text tokens as one tensor, so the cache compares and stores only that
-    # tensor.
+    # The blocks take all tokens as one tensor, so the cache compares and stores only that tensor.
     blocks=chained("transformer_blocks"),
 )

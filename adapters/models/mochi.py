@@ -14,8 +14,7 @@ from para_core.weights.tensor_plan import Linear, TensorPlan
 
 POSITIONS = Split(dim=0, like="video")
 
-# These layers return hidden units followed by a gate of equal width. Each of these two parts is sharded
-# separately.
+# These layers return hidden units, then a gate of equal width. Each part is sharded separately.
 _GATED = Linear("colwise", (1, 1))
 MOCHI_TENSOR = TensorPlan(
     linears={

@@ -18,8 +18,7 @@ NUCLEUS = Adapter(
             "transformer_blocks.0": {"hidden_states": IMAGE},
             # attention_kwargs holds a mask: an entry for each image token, then one for each text token.
             "transformer_blocks.*": {"attention_kwargs": Split(dim=1, like="image", then_replicated=True)},
-            # Each expert chooses among all image tokens, so gather the inputs, and split the output (0)
-            # again.
+            # Each expert chooses among all image tokens, so gather the inputs, and split the output (0).
             "transformer_blocks.*.img_mlp": {
                 "hidden_states": ALL_IMAGE,
                 "hidden_states_unmodulated": ALL_IMAGE,

@@ -14,8 +14,7 @@ OMNIGEN = Adapter(
             "layers.0": {"hidden_states": TOKENS},
             "layers.*": {"image_rotary_emb": Split(dim=0, like="tokens")},
         },
-        # Gather right after the blocks, because the model then selects image tokens by their positions in the
-        # full sequence.
+        # Gather here, because the model then selects image tokens by their positions in the full sequence.
         outputs={"layers.-1": ALL_TOKENS},
         joint_order=("tokens",),
     ),

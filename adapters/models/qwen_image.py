@@ -39,8 +39,7 @@ QWEN_IMAGE = Adapter(
     empty_text=False,
 )
 
-# Rule for tensors with the replicated tokens of prompt and input images first, then those of the generated
-# image.
+# Rule for tensors with the replicated tokens of prompt and input images before those of the result.
 _LAST = Split(dim=0, like="image", after_replicated=True)
 
 QWEN_IMAGE_21 = Adapter(

@@ -16,8 +16,7 @@ SD3 = Adapter(
         outputs={"proj_out": ALL_IMAGE},
         joint_order=IMAGE_THEN_TEXT,
         attention={
-            # After the joint attention, image tokens attend to image tokens and to the tokens of an
-            # IP-Adapter.
+            # After the joint attention, image tokens attend to image tokens and those of an IP-Adapter.
             "transformer_blocks.*.attn": (
                 Attention(IMAGE_THEN_TEXT),
                 Attention(("image",), ("image", "ip_adapter")),

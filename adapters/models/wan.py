@@ -28,8 +28,7 @@ WAN_VACE = Adapter(
     plan=wan_plan(
         inner={
             "rope": {0: WITH_VIDEO, 1: WITH_VIDEO},
-            # Every VACE block gets the video tokens that enter the first block, so split them for each VACE
-            # block.
+            # Every VACE block gets the video tokens that enter the first block, so split them for each.
             "vace_blocks.*": {"hidden_states": VIDEO},
             "vace_blocks.0": {"control_hidden_states": Split(dim=1, like="video")},
         },

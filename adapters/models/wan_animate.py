@@ -40,8 +40,7 @@ WAN_ANIMATE = Adapter(
     plan=wan_plan(
         inner={
             "rope": {0: WITH_VIDEO, 1: WITH_VIDEO},
-            # The video tokens of a frame, perhaps on two ranks, attend to the face in that frame, so gather
-            # them.
+            # The video tokens of a frame, perhaps on two ranks, attend to the face in it, so gather them.
             "face_adapter.*": {"hidden_states": Gather(dim=1, segment="video"), 0: WITH_VIDEO},
         },
         gathered="proj_out",

@@ -32,8 +32,7 @@ Z_IMAGE = Adapter(
         joint_order=("tokens",),
         batched={"x": None, "t": 0, "cap_feats": None, "siglip_feats": None, "image_noise_mask": None},
         common=("joint_attention_kwargs",),
-        # The residuals are padded to the longest sample of the full batch, so they do not fit a part of the
-        # batch.
+        # The residuals are padded to the longest sample of all, so they do not fit a part of the batch.
         unshared=("controlnet_block_samples",),
     ),
     blocks=chained(

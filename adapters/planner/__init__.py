@@ -1,8 +1,7 @@
 """Predict whether a generation fits, which mesh is best, and a range of seconds.
 
 ``work`` and ``weights`` say what a generation takes, ``predict`` what it costs on one mesh, ``choose`` which
-mesh is best, and ``predictions`` says it. ``count`` counts on a model without weights, and ``published`` has
-stored counts.
+mesh is best, and ``predictions`` says it. ``count`` counts without weights; ``published`` has stored counts.
 
 Tests: tests/planner/test_count.py for counts; test_predict.py there for memory, traffic, seconds
 and the choice of a mesh; test_default_mesh.py there for the mesh of ``parallelize_pipe`` without ``mesh=``.

@@ -49,7 +49,9 @@ class Choices:
 
 def _check_value(name: str, value: Any, values: Collection[Any]) -> None:
     if value not in values:
-        raise ValueError(f"{name} is {value!r}; expected one of {', '.join(map(repr, values))}.")
+        # The command line has no None, True or False: there the option is left out.
+        names = [repr(each) for each in values if isinstance(each, str)]
+        raise ValueError(f"{name} is {value!r}; expected one of {', '.join(names)}.")
 
 
 def rank_meshes(work: Workload, machine: Machine, ranks: int, choices: Choices) -> list[Prediction]:

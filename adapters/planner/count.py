@@ -23,7 +23,7 @@ from para_core.adapters.inspect.components import (
     vaes_of,
 )
 from para_core.adapters.inspect.guidance import default_guidance, number_of_heads
-from para_core.adapters.planner.inputs import HIDDEN_SHAPES, default_sizes, make_inputs
+from para_core.adapters.planner.inputs import HIDDEN_SHAPES, UnknownModelError, default_sizes, make_inputs
 from para_core.adapters.planner.weights import ModuleBytes, Weights
 from para_core.adapters.planner.work import AttentionWork, CallWork, GenerationSizes, Workload, check_size
 from para_core.adapters.registry import plan_for, tensor_plan_for, transformers_of
@@ -45,10 +45,6 @@ from para_core.recorder.recorder import Recorder
 from para_core.recorder.without_data import attend_without_data
 from para_core.torch_internals import FakeTensorMode
 from para_core.weights.parameters import FEWEST_SHARDED_ELEMENTS
-
-
-class UnknownModelError(TypeError):
-    """Error for a model whose plan, or whose inputs for a given image size, the planner does not know."""
 
 
 @contextmanager
@@ -76,14 +72,11 @@ class _AllValid(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-# -- The work of a generation.
-
-
 def pipe_workload(pipe: Any, changed: dict[str, int], steps: int | None) -> Workload:
     """Return the work of one generation with ``pipe``, of its default sizes but for those of ``changed``.
 
     Raises:
-        UnknownModelError: ``pipe`` has no transformer, or its inputs or plan are unknown.
+        UnknownModelError: ``pipe`` has no transformer, its inputs or plan are unknown, or it perturbs attention.
         ValueError: The pipeline cannot generate a result of this size.
     """
     transformer = next(iter(transformers_of(pipe).values()), None)
@@ -91,6 +84,8 @@ def pipe_workload(pipe: Any, changed: dict[str, int], steps: int | None) -> Work
         raise UnknownModelError(
             f"{type(pipe).__name__} has no transformer; expected a pipeline with one, or the name of a published model."
         )
+    if hasattr(pipe, "pag_applied_layers"):
+        raise UnknownModelError("the calls of perturbed attention guidance are not counted.")
     sizes, default_steps = default_sizes(pipe, transformer, changed)
     # The inputs of a modular pipeline are those of its blocks.
     of_blocks = (getattr(x, "name", None) for x in getattr(getattr(pipe, "blocks", None), "inputs", ()))
@@ -136,9 +131,6 @@ def _model_name(pipe: Any) -> str:
     """Return the last part of the folder or repository from which ``pipe`` was made; its class if that is unknown."""
     path = str(getattr(pipe, "name_or_path", None) or "").rstrip("/")
     return path.rpartition("/")[2] or original_class(pipe).__name__
-
-
-# -- Operations of a call.
 
 
 def count_call(transformer: nn.Module, sizes: GenerationSizes) -> CallWork:
@@ -210,9 +202,8 @@ class _CallCount:
             case AttentionEnd():
                 self._operators.in_attention = False
             case FunctionCall() if event.function is F.linear:
-                # Its operators are counted as those of others are.
                 if any(id(x) in self._rowwise for x in (*event.args, *event.kwargs.values())):
-                    self._summed += event.output.numel() * event.output.element_size()
+                    self._summed += event.output.nbytes
             case OperatorCall():
                 self._operators.note(event)
 
@@ -255,25 +246,20 @@ def _shards_any(rules: Mapping[Any, ShardRule], values: Mapping[Any, Any]) -> bo
     )
 
 
-# -- Bytes of weights.
-
-
 def count_weights(
     transformer: nn.Module, encoders: Sequence[nn.Module], *, vae: float, other: float, transformers: int = 1
 ) -> Weights:
     """Return the bytes of the weights of a pipeline with ``transformers`` transformers like ``transformer``.
 
-    ``encoders`` are its text encoders; ``vae`` and ``other`` the bytes of all autoencoders, and of all other
-    modules.
+    ``encoders`` are its text encoders, ``vae`` and ``other`` the bytes of all autoencoders and other modules.
     """
     no_stages, blocks = why_no_stages(transformer) or "", []
     if not no_stages:
         blocks = [(staged.cost, float(bytes_of(staged.block))) for staged in stack_of(transformer)]
-    split = [layer.weight for layer, _ in _tensor_layers(transformer)]
     return Weights(
         module_bytes(transformer),
         transformers,
-        tensor=sum(weight.numel() * weight.element_size() for weight in split),
+        tensor=sum(layer.weight.nbytes for layer, _ in _tensor_layers(transformer)),
         encoders=_add_up([module_bytes(encoder) for encoder in encoders]),
         vae=vae,
         other=other,
@@ -289,12 +275,12 @@ def module_bytes(module: nn.Module) -> ModuleBytes:
     block_bytes = [bytes_of(block) for block in blocks]
     inside = {id(x) for block in blocks for x in block.parameters()}
     outside = [x for x in module.parameters() if id(x) not in inside and x.numel() >= FEWEST_SHARDED_ELEMENTS]
-    root = sum(x.numel() * x.element_size() for x in outside)
+    root = sum(x.nbytes for x in outside)
     # While a block runs, FSDP2 holds the buffer in which it gathered the block and the weights made from that
     # buffer, and already gathers the next block.
     pairs = [2 * first + second for first, second in pairwise(block_bytes)]
     gathered = max(pairs, default=2 * sum(block_bytes))
-    largest = max((x.numel() * x.element_size() for x in module.parameters()), default=0)
+    largest = max((x.nbytes for x in module.parameters()), default=0)
     return ModuleBytes(bytes_of(module), sum(block_bytes) + root, root + gathered, largest)
 
 
@@ -306,7 +292,7 @@ def _add_up(modules: Sequence[ModuleBytes]) -> ModuleBytes:
 
 def bytes_of(module: nn.Module) -> int:
     """Return the bytes of the module's parameters. Shared parameters count once."""
-    return sum(x.numel() * x.element_size() for x in module.parameters())
+    return sum(x.nbytes for x in module.parameters())
 
 
 def _share_in_8_bits(module: nn.Module) -> float:

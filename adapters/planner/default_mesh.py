@@ -17,7 +17,7 @@ from torch import nn
 from para_core.adapters.default_mesh import MeshChoice
 from para_core.adapters.denoisers import other_denoisers_of
 from para_core.adapters.inspect.guidance import default_guidance, number_of_heads
-from para_core.adapters.planner.count import UnknownModelError
+from para_core.adapters.planner.inputs import UnknownModelError
 from para_core.adapters.planner.plan_mesh import plan_mesh
 from para_core.adapters.registry import transformers_of
 from para_core.devices import gpu_at_hand
@@ -34,6 +34,8 @@ def choose_default_mesh(
     owner: Any, ranks: int, device_type: str, on_host: int | None = None, weights: str | None = None
 ) -> MeshChoice:
     """Return the default mesh of ``ranks`` ranks for ``owner``, a pipeline or model that may lack weights.
+
+    The plan of the library counts, also if the user passes another adapter. It says only which work is shared.
 
     Args:
         device_type (`str`): Type of the devices, such as ``"cuda"``.
@@ -65,8 +67,6 @@ def _predict_choice(
         raise NotPredictedError("there is no pipeline")
     if device_type != "cuda":
         raise NotPredictedError(f"the planner predicts for cuda devices, and this one is {device_type}")
-    if hasattr(owner, "pag_applied_layers"):
-        raise NotPredictedError("the planner does not count perturbed attention guidance")
     try:
         device = gpu_at_hand()
     except ValueError as error:

@@ -40,7 +40,7 @@ def _video(config: Any, sizes: GenerationSizes) -> tuple[int, ...]:
 
 
 def _latent_pixels(config: Any, sizes: GenerationSizes) -> tuple[int, ...]:
-    return prod(sizes.latents), config.in_channels
+    return prod(sizes.uncut_latents), config.in_channels
 
 
 def _frames(config: Any, sizes: GenerationSizes) -> tuple[int, ...]:
@@ -68,29 +68,42 @@ HIDDEN_SHAPES: Mapping[str, Callable[[Any, GenerationSizes], tuple[int, ...]]] =
 }
 
 
+class UnknownModelError(TypeError):
+    """Error for a model whose plan, or whose inputs for a given image size, the planner does not know."""
+
+
 def make_inputs(transformer: nn.Module, sizes: GenerationSizes) -> dict[str, Any]:
     """Return the inputs of a call of ``transformer``, whose class is in ``HIDDEN_SHAPES``.
 
     There are two samples if its pipelines pass both branches of guidance in one call, which the plan says. A
     call without guidance is counted as one with.
+
+    Raises:
+        UnknownModelError: The model generates layers, or the config does not say the features of a text token.
     """
     config: Any = transformer.config
+    name = original_class(transformer).__name__
     plan = plan_for(transformer)
     samples = 1
     if plan is not None and plan.batched:
         samples = 2
-    text_dim = next(filter(None, (getattr(config, name, None) for name in _TEXT_DIMS)))
-    hidden = HIDDEN_SHAPES[original_class(transformer).__name__](config, sizes)
+    # Qwen-Image-Layered has tokens for each of its layers, whose number is an argument of the call.
+    if getattr(config, "use_additional_t_cond", False):
+        raise UnknownModelError(f"the number of layers that {name} generates is unknown.")
+    text_dims = [getattr(config, name) for name in _TEXT_DIMS if getattr(config, name, None)]
+    if not text_dims:
+        raise UnknownModelError(f"the config of {name} has none of {', '.join(_TEXT_DIMS)}.")
+    hidden = HIDDEN_SHAPES[name](config, sizes)
     pairs = torch.empty(samples, 2)
     inputs = {
         "hidden_states": torch.empty(samples, *hidden),
-        "encoder_hidden_states": torch.empty(samples, sizes.text, text_dim),
+        "encoder_hidden_states": torch.empty(samples, sizes.text, text_dims[0]),
         "encoder_attention_mask": torch.empty(samples, sizes.text, dtype=torch.bool),
         "timestep": torch.empty(samples),
         "img_shapes": [[(1, sizes.latents[1] // 2, sizes.latents[2] // 2)]],
         **dict.fromkeys(("original_size", "target_size", "crop_coords"), pairs),
         "added_cond_kwargs": {"resolution": pairs, "aspect_ratio": pairs[:, :1]},
-        **dict(zip(("num_frames", "height", "width"), sizes.latents, strict=True)),
+        **dict(zip(("num_frames", "height", "width"), sizes.uncut_latents, strict=True)),  # of LTX-Video
     }
     # The scale of guidance, if the model is distilled to take it.
     if getattr(config, "guidance_embeds", False):
@@ -108,9 +121,8 @@ def make_inputs(transformer: nn.Module, sizes: GenerationSizes) -> dict[str, Any
     return {name: value for name, value in inputs.items() if name in accepted}
 
 
-# Sizes for a pipeline that does not say its own: a user's own class, and modular pipelines, whose blocks have
-# the defaults inside. They are FluxPipeline's: 1024 × 1024 pixels (default_sample_size 128 latent pixels of 8
-# pixels), and 512 text tokens; 4 is the factor of most VAEs for videos.
+# Sizes for a pipeline that does not say its own: a user's class, and modular pipelines, whose blocks have them. They
+# are FluxPipeline's, 128 × 128 latent pixels and 512 text tokens; 4 is the factor of most VAEs for videos.
 _SPATIAL_FACTOR, _TEMPORAL_FACTOR, _LATENT_SIDE, _TEXT = 8, 4, 128, 512
 # The default of num_inference_steps in most of diffusers' pipelines.
 _STEPS = 50
@@ -129,7 +141,7 @@ def default_sizes(pipe: Any, transformer: Any, changed: dict[str, Any]) -> tuple
 
     ``changed`` replaces fields of :class:`GenerationSizes` by name. A default is looked up where diffusers'
     pipelines have it: in the signature of the call, in an attribute of the pipeline, in the config of the
-    transformer. The first of these that is a positive integer counts; else 1, also if the call takes a video.
+    transformer. The first of these that is a positive integer counts; else a constant above, for frames 1.
     """
     parameters = inspect.signature(original_class(pipe).__call__).parameters
     call = SimpleNamespace(**{name: parameter.default for name, parameter in parameters.items()})
@@ -150,6 +162,8 @@ def default_sizes(pipe: Any, transformer: Any, changed: dict[str, Any]) -> tuple
         spatial=spatial,
         temporal=_first_size(*((pipe, name) for name in _TEMPORAL), default=_TEMPORAL_FACTOR),
     )
+    if getattr(call, "enable_temporal_reasoning", None) is False:
+        sizes = replace(sizes, frames=5)  # ChronoEdit then ignores num_frames.
     return replace(sizes, **changed), _first_size((call, "num_inference_steps"), default=_STEPS)
 
 

@@ -57,13 +57,11 @@ class MeshShape:
 
 
 def all_shapes(ranks: int) -> Iterator[MeshShape]:
-    """Yield the shape of every mesh of ``ranks`` ranks, without FSDP2. The size of ``batch`` is 1 or 2.
-
-    A pipeline cannot use stages and tensor parallelism together.
-    """
+    """Yield the shape of every mesh of ``ranks`` ranks, without FSDP2. The size of ``batch`` is 1 or 2."""
     sizes = [size for size in range(1, ranks + 1) if ranks % size == 0]
     for batch, stages, tensor, ring in product((1, 2), sizes, sizes, sizes):
         ulysses, rest = divmod(ranks, batch * stages * tensor * ring)
+        # A pipeline cannot use stages and tensor parallelism together.
         if rest or (stages > 1 and tensor > 1):
             continue
         shape = MeshShape(batch, stages, ring, ulysses, tensor)
@@ -75,9 +73,7 @@ def all_shapes(ranks: int) -> Iterator[MeshShape]:
 
 
 def grid_of(ring_method: str, ranks: int, heads: int, key_heads: int) -> tuple[int, int]:
-    """Return ``(rows, columns)`` of the grid of ``ranks`` ring ranks. Keys go to all ranks of a column, and
-    queries to all of a row; without a grid all ranks form one column.
-    """
+    """Return ``(rows, columns)`` of the ring ranks: keys go to a column, queries to a row. A ring is one column."""
     style = RING_STYLES.get(ring_method)
     if style is None or style.grid is None:
         return ranks, 1

@@ -19,6 +19,7 @@ from para_core.option_values import Offload, Quantize, TextEncoders, VaePlacemen
 _SIDES = (512, 1024)
 # Ranks with NVLink between all of them, by device, if not 8 as usual: a GB200 NVL72 is one rack.
 _RANKS_PER_HOST = {"GB200": 72}
+_MOST_RANKS = 65536  # Every mesh is predicted, which takes up to 10 seconds.
 
 
 def plan_mesh(
@@ -47,7 +48,7 @@ def plan_mesh(
     Args:
         pipe_or_name (`DiffusionPipeline`, `str` or `Workload`): A pipeline with a transformer, counted work,
             or the name or Hub repository of a published model (``"FLUX.1-dev"``) in any spelling.
-        ranks (`int`): Number of ranks.
+        ranks (`int`): Number of ranks, at most 65536.
         device (`str` or `Device`, defaults to `"H100"`): The device of each rank: a name, your own figures as
             ``"name,GB,TFLOPs,link"``, or a :class:`~para_core.devices.Device`.
         link (`str` or `Link`, *optional*): Link between the devices of a host: a name, or the GB/s that a
@@ -75,7 +76,8 @@ def plan_mesh(
         TypeError: If the inputs of the transformer are unknown, or an argument has another type.
         ValueError: If a name, device, link or size is invalid, or two choices exclude each other.
     """
-    require_positive("ranks", ranks)
+    if require_positive("ranks", ranks) > _MOST_RANKS:
+        raise ValueError(f"ranks is {ranks}; expected at most {_MOST_RANKS}.")
     choices = Choices(weights, offload, quantize, dict(mesh or {}))
     if ranks_per_host is not None:
         require_positive("ranks_per_host", ranks_per_host)

@@ -6,7 +6,7 @@ their error, which benchmarks/results/planner_check.json has ("errors", "ratios"
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from para_core.adapters.planner.mesh import MeshShape, grid_of
@@ -170,7 +170,7 @@ def predict(
         placement=placement,
         step=step,
         seconds=step * work.steps + loading,
-        sent=traffic_of(shape, work),
+        sent=traffic_of(shape, replace(work, weights=weights)),
         memory=memory_of(shape, work, placement),
         room=machine.rank_room,
         host_memory=waiting + weights.transformers * weights.waiting_blocks(placement),
@@ -207,16 +207,12 @@ def can_move_blocks(shape: MeshShape, work: Workload) -> bool:
     return shape.tensor == shape.pipe == 1 and not shape.fsdp and len(work.weights.blocks) > 1
 
 
-# -- Memory.
-
-
-def memory_of(shape: MeshShape, work: Workload, placement: Placement | None = None) -> float:
+def memory_of(shape: MeshShape, work: Workload, placement: Placement) -> float:
     """Return the peak bytes of device memory of a rank, which encodes the prompt, denoises, or decodes.
 
     Denoising needs memory for activations at their peak, gathered weights, and buffers of exchanges. The
     activations of encoding and decoding are not included.
     """
-    placement = placement or Placement(default_text_encoders(shape))
     weights = work.weights.quantize(placement)
     call, _ = work.call_on_rank(shape.batch)
     encoding, denoising, decoding = weights.while_running(shape, placement)
@@ -234,9 +230,6 @@ def bytes_of_tokens(call: AttentionWork) -> float:
     """Return the bytes of the queries, keys, values and results of an attention call."""
     vectors = call.queries * call.heads + call.keys * call.key_heads
     return float(call.samples * call.element_size * call.width * vectors)
-
-
-# -- Traffic.
 
 
 def exchanged_bytes(call: AttentionWork, shape: MeshShape) -> tuple[float, float]:
@@ -278,9 +271,6 @@ def stream_bytes(call: CallWork, shape: MeshShape) -> float:
     """Return the bytes of the hidden states that a stage hands on: those of the largest queries."""
     of_queries = [x.samples * x.queries * x.heads * x.width / 2 * x.element_size for x in call.attention]
     return max(of_queries, default=0.0) / shape.sequence
-
-
-# -- Seconds.
 
 
 def step_seconds(shape: MeshShape, work: Workload, machine: Machine, placement: Placement) -> float:

@@ -124,7 +124,7 @@ class Predictions:
             return ""
         fewest = self.other.shape.ranks
         if self.best.runs:
-            return f"{fewest} of these {self.ranks} ranks are as fast: use the others for other prompts."
+            return f"It is as fast on {fewest} of these {self.ranks} ranks: use the others for other prompts."
         return f"It runs on {fewest} ranks: {self.other}."
 
     def _table(self) -> list[str]:

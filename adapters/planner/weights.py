@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Literal
 
 from para_core.adapters.planner.mesh import MeshShape
@@ -156,10 +157,15 @@ class Weights:
             return self.transformer.at_rest(shape.sequence)
         absent = self.tensor * (1 - 1 / shape.tensor)
         if 1 < shape.pipe <= len(self.blocks):
-            stages = split_by_cost([cost for cost, _ in self.blocks], shape.pipe)
-            largest = max(sum(size for _, size in self.blocks[stage.start : stage.stop]) for stage in stages)
-            absent += sum(size for _, size in self.blocks) - largest
+            absent += sum(size for _, size in self.blocks) - _bytes_of_largest_stage(self.blocks, shape.pipe)
         if placement.resident is not None:
             # Two of the waiting blocks are on the device at a time: the one that runs, and the next one.
             absent += self.waiting_blocks(placement) - 2 * max((size for _, size in self.blocks), default=0)
         return self.transformer.total - absent
+
+
+@cache
+def _bytes_of_largest_stage(blocks: tuple[tuple[float, float], ...], num_stages: int) -> float:
+    """Return the most bytes of blocks that a stage holds. Cached, because many meshes have as many stages."""
+    stages = split_by_cost([cost for cost, _ in blocks], num_stages)
+    return max(sum(size for _, size in blocks[stage.start : stage.stop]) for stage in stages)

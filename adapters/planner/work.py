@@ -27,10 +27,15 @@ class GenerationSizes:
     temporal: int = 4
 
     @property
+    def uncut_latents(self) -> tuple[int, int, int]:
+        """Number of frames, height and width of the latents of a model with a token for each latent pixel."""
+        return (self.frames - 1) // self.temporal + 1, self.height // self.spatial, self.width // self.spatial
+
+    @property
     def latents(self) -> tuple[int, int, int]:
         """Number of frames, height and width of the latents. Both sides are even: the rest is cut."""
-        height, width = (2 * (side // (2 * self.spatial)) for side in (self.height, self.width))
-        return (self.frames - 1) // self.temporal + 1, height, width
+        frames, height, width = self.uncut_latents
+        return frames, height // 2 * 2, width // 2 * 2
 
     @property
     def tokens(self) -> int:

@@ -33,6 +33,7 @@ from para_core.adapters.planner.count import count_call, count_weights, without_
 from para_core.adapters.planner.inputs import make_inputs
 from para_core.adapters.planner.mesh import MeshShape
 from para_core.adapters.planner.predict import memory_of
+from para_core.adapters.planner.weights import Placement
 from para_core.adapters.planner.work import GenerationSizes, Workload
 from para_core.fleet.build import build
 from para_core.fleet.encode_first import EncodeFirst, encode_batches
@@ -108,7 +109,7 @@ def predicted(stack: Stack, dims: dict[str, int], fsdp: bool) -> float:
     with without_data(stack.dtype):
         call = count_call(transformer, stack.sizes)
     work = Workload("", stack.sizes, 1, count_weights(transformer, [], vae=0.0, other=0.0), call)
-    return memory_of(replace(MeshShape(**dims), fsdp=fsdp), work)
+    return memory_of(replace(MeshShape(**dims), fsdp=fsdp), work, Placement())
 
 
 def zeros_of(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

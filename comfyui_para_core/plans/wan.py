@@ -142,8 +142,7 @@ HUMO = RecordedPlan(
             inner={
                 "blocks.0": {"x": VIDEO},
                 "blocks.*": {"freqs": POSITIONS},
-                # The tokens of a frame, perhaps on two ranks, attend to the sound of that frame, so gather
-                # them.
+                # The tokens of a frame, perhaps on two ranks, attend to its sound, so gather them.
                 "blocks.*.audio_cross_attn_wrapper": {"x": Gather(dim=1, segment="video"), 0: POSITIONS},
             },
             outputs={"blocks.-1": Gather(dim=1, segment="video")},
@@ -171,8 +170,7 @@ ANIMATE = RecordedPlan(
             inner={
                 "blocks.0": {"x": VIDEO},
                 "blocks.*": {"freqs": POSITIONS},
-                # The tokens of a frame, perhaps on two ranks, attend to the face in that frame, so gather
-                # them.
+                # The tokens of a frame, perhaps on two ranks, attend to the face in it, so gather them.
                 "face_adapter.fuser_blocks.*": {"x": Gather(dim=1, segment="video"), 0: POSITIONS},
             },
             outputs={"head": Gather(dim=1, segment="video")},

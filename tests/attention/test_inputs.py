@@ -137,6 +137,8 @@ def attend_with_declared_masks(ring, ulysses):
         outs.append(cp.gather(sdpa(part, k, v, PADDING[None]), dim=2))
         own_padding = cp.shard(PADDING.repeat(2)[:13], dim=0)
         outs.append(cp.gather(sdpa(part, part, part, cp.local_mask(own_padding[None])), dim=2))
+        first = cp.shard(torch.arange(13) > 1, dim=0)[None]  # hides keys of the first rank, so that others need no mask
+        outs.append(cp.gather(sdpa(part, part, part, None if first.all() else first), dim=2))
         joint = torch.cat([k, part], dim=2)
         with pytest.raises(ValueError, match=r"cp\.using\(.*replicated=True"):
             sdpa(joint, joint, joint)
@@ -147,6 +149,7 @@ def attend_with_declared_masks(ring, ulysses):
 def test_replicated_keys_and_local_masks_are_declared(rank_pool, ring, ulysses):
     q, k, v = make_qkv(13, 4, S_k=9)
     expected = [sdpa(q, k, v), sdpa(q, k, v, PADDING[None]), sdpa(q, q, q, PADDING.repeat(2)[:13][None])]
+    expected.append(sdpa(q, q, q, (torch.arange(13) > 1)[None]))
     for outs in rank_pool.run(attend_with_declared_masks, ring * ulysses, ring, ulysses):
         for out, whole in zip(outs, expected, strict=True):
             assert relative_error(out, whole) < 1e-5

@@ -59,6 +59,8 @@ def test_later_file_section_of_the_command_and_second_names(read, write):
     assert read(write("dtype: float32\n"), "owner/name")[1].config == ["owner/name"]
     model, options = read(write("config: owner/name\nmodel: a.gguf\n"))
     assert (options.config, model) == (["owner/name"], "a.gguf")
+    with pytest.raises(RuntimeError, match="stop here"):
+        read(write("debug: true\n"))
 
 
 @pytest.mark.parametrize(

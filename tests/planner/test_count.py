@@ -41,6 +41,10 @@ def test_counts_of_a_model_equal_those_with_data(name):
     assert sum(x.calls * x.samples * x.heads * x.queries for x in call.attention) == sum(attention)
     if name == "flux":
         assert sum(call.peak) == pytest.approx(measured.peak, rel=0.05)
+        for config, words in (({"joint_attention_dim": None}, "none of"), ({"use_additional_t_cond": True}, "layers")):
+            model.register_to_config(**config)
+            with pytest.raises(TypeError, match=words):
+                make_inputs(model, SIZES)
 
 
 def test_operations_of_flux_are_those_that_diffusers_publishes():
@@ -48,7 +52,6 @@ def test_operations_of_flux_are_those_that_diffusers_publishes():
     assert workload_of("FLUX.1-dev").call.products == pytest.approx(59_523.04e9, rel=1e-3)
 
 
-# All models are counted again in the long tests.
 STORED = [pytest.param(x, marks=pytest.mark.long) for x in PUBLISHED if x != "Wan 2.1 1.3B"]
 STORED += [pytest.param("Wan 2.1 1.3B", id="WanTransformer3DModel, Wan 2.1 1.3B")]
 
@@ -72,7 +75,6 @@ def test_stored_counts_equal_those_of_the_model_at_other_sizes(name):
 def test_published_models_are_found_in_any_spelling():
     for spelling, name in (
         ("flux.1-dev", "FLUX.1-dev"),
-        ("FLUX 2 dev", "FLUX.2-dev"),
         ("wan2.2 a14b", "Wan 2.2 A14B"),
         ("black-forest-labs/flux.1-DEV", "FLUX.1-dev"),
     ):
@@ -94,17 +96,17 @@ def test_a_pipeline_is_planned_for_at_its_own_defaults():
         plan_mesh(pipe, ranks=2, height=64, width=64, frames=9)
     best = plan_mesh(pipe, ranks=3, height=71, width=57, steps=1).best
     assert not best.problem and best.shape.ranks == 3
+    pipe.pag_applied_layers = ["blocks.1"]
+    with pytest.raises(TypeError, match="perturbed attention"):
+        plan_mesh(pipe, ranks=2)
 
 
 @pytest.mark.parametrize(
     ("arguments", "error", "words"),
     [
-        ({"pipe_or_name": "FLUX.9"}, ValueError, r"FLUX\.9.* FLUX\.1-dev"),
         ({"pipe_or_name": object()}, TypeError, "has no transformer"),
-        ({"height": -1}, ValueError, r"height .*-1; "),
-        *[({name: 0}, ValueError, f"{name} .*0; ") for name in ("ranks", "steps")],
-        ({"device": "TPU v5"}, ValueError, "device .*'TPU v5'; .*H100"),
-        ({"link": "string"}, ValueError, "link .*'string'; .*nvlink"),
+        *[({name: 0}, ValueError, f"{name} .*0; ") for name in ("ranks", "steps", "height")],
+        ({"ranks": 100_000_000}, ValueError, "ranks .*100000000; .*65536"),
         ({"ranks_per_host": -8}, ValueError, "ranks_per_host .*-8; "),
         ({"frames": 81}, ValueError, r"frames .*81, .*FLUX\.1-dev "),
         ({"height": 8}, ValueError, r"1024 × 8 .*FLUX\.1-dev; .*16 × 16"),
@@ -113,9 +115,7 @@ def test_a_pipeline_is_planned_for_at_its_own_defaults():
         ({"weights": "tensor", "mesh": {"ring": 2}}, ValueError, "'ring=2' and weights 'tensor'"),
         ({"quantize": "int4"}, ValueError, "quantize .*'int4'; .*'int8'"),
         ({"offload": "disk"}, ValueError, "offload .*'disk'; .*'blocks', 'model'"),
-        ({"mesh": {"rings": 2}}, ValueError, "mesh .*'rings=2'; .*ring, ulysses"),
         ({"mesh": {"ring": 0}}, ValueError, "mesh has 'ring=0'"),
-        ({"mesh": {"ring": 2, "ulysses": 1}, "ranks": 4}, ValueError, "mesh is ring=2, ulysses=1, .* 4 ranks"),
         ({"memory": -1.0}, ValueError, "memory .*-1.0; "),
     ],
 )

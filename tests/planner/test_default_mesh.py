@@ -93,7 +93,6 @@ def test_prediction_of_rank_0_is_used(rank_pool):
     [
         (flux_pipe, "cpu", 2, "for cuda devices"),
         (flux_pipe, "cuda", 1, "several hosts"),
-        (flux_pipe, "cuda", None, "several hosts"),
         (lambda: flux_pipe().transformer, "cuda", 2, "no pipeline"),
         (flux_pipe, "cuda", 2, "Some Accelerator"),
     ],

@@ -23,7 +23,7 @@ SIZES = ("height", "width", "num_frames", "num_inference_steps", "max_sequence_l
 
 @pytest.mark.parametrize(
     "name",
-    ["auraflow", "chroma", "cogvideox", "cogvideox 1.5", "cogview4", "flux2", "ltx", "mochi", "pixart", "qwen-image"],
+    ["auraflow", "chroma", "chronoedit", "cogvideox 1.5", "cogview4", "flux2", "ltx", "mochi", "pixart", "qwen-image"],
 )
 def test_default_sizes_are_those_of_the_pipeline(name):
     model = PIPELINES[name]
@@ -36,6 +36,9 @@ def test_default_sizes_are_those_of_the_pipeline(name):
     sizes, steps = default_sizes(pipe, pipe.transformer, {})
     assert make_inputs(pipe.transformer, sizes)["hidden_states"].shape == shape
     assert steps == len(pipe.scheduler.timesteps)
+    if name == "ltx":
+        odd, _ = default_sizes(pipe, pipe.transformer, {"height": 96, "width": 160, "frames": 1})
+        assert make_inputs(pipe.transformer, odd)["hidden_states"].shape[1] == 3 * 5
 
 
 def test_default_sizes_of_an_unknown_pipeline_are_those_of_flux():
