@@ -110,6 +110,11 @@ def refuse_on_one_rank():
                 function(pipe, mesh=meta, **options)
         group = dist.new_group([0])
         if is_last:
+        # The default mesh, if the models of the ranks are on devices of two types, or hold no data.
+        for devices, message in ((("cuda", "cpu"), "rank 0 has cuda, rank 1 has cpu"), (("meta", "meta"), "no data")):
+            device = mock.patch("para_core.adapters.default_mesh._device_type_of", return_value=devices[is_last])
+            with device, pytest.raises(ValueError, match=message):
+                parallelize_pipe(pipe)
             uses = (parallelize_pipe, pipe), (parallelize_transformer, pipe.transformer), (parallelize_vae, pipe.vae)
             for function, model in uses:
                 with pytest.raises(ValueError, match="rank 1"):
