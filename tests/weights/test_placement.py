@@ -223,9 +223,6 @@ def test_special_cases_of_placement_are_exact_or_refused_on_every_rank(rank_pool
     rank_pool.run(special_cases, 2)
 
 
-# -- Copies of weights.
-
-
 def events_of(pipe, num_steps):
     """Return the copies of blocks, what waits for them, and the runs in a generation, in order."""
     events, blocks, onload = [], [entry.block for entry in stack_of(pipe.transformer)], ModuleGroup.onload_
