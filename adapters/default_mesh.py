@@ -18,9 +18,10 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from para_core.adapters.features import feature
+from para_core.distributed.agree import agree
 from para_core.distributed.create_mesh import check_distinct_gpus, init_context_parallel_mesh, ranks_per_host
 from para_core.distributed.groups import find_or_make_group
-from para_core.distributed.mesh import GuidedMesh, guided_mesh, one_guided_rank
+from para_core.distributed.mesh import GuidedMesh, all_ranks, guided_mesh, one_guided_rank
 from para_core.instance.modules import instances_in
 from para_core.option_values import RotateMethod
 
@@ -82,26 +83,38 @@ def mesh_and_method(
     if isinstance(mesh, GuidedMesh):
         return mesh, "alltoall"
     if mesh is None:
-        device_type = _device_type_of(owner)
-        if not (dist.is_available() and dist.is_initialized()):
-            world_size = os.environ.get("WORLD_SIZE", "1")
-            if world_size != "1":
-                raise RuntimeError(
-                    f"WORLD_SIZE is {world_size}, but no process group is initialised. Call "
-                    "torch.distributed.init_process_group() first."
-                )
-            return one_guided_rank(device_type), "alltoall"
-        choice = _choose_default_mesh(device_type, owner, weights)
-        return guided_mesh(_create_mesh_of(device_type, choice)), choice.rotate_method
+        return _default_mesh(owner, weights)
     guided = guided_mesh(mesh)
-    if guided.sequence.device_type == "meta":
-        raise ValueError(
-            "mesh is of device type 'meta', whose tensors hold no data, and the model is on "
-            f"{getattr(owner, 'device', 'cpu')}. Pass a mesh of the device on which the ranks will compute, such as "
-            "init_context_parallel_mesh('cpu'). The model may be moved there later."
-        )
+    _check_holds_data(guided.sequence.device_type)
     check_distinct_gpus(mesh, guided)
     return guided, "alltoall"
+
+
+def _default_mesh(owner: Any, weights: str | None) -> tuple[GuidedMesh, RotateMethod]:
+    """Return the default mesh of all ranks, and the ``rotate_method`` that goes with it. A collective call."""
+    device_type = _device_type_of(owner)
+    if dist.is_available() and dist.is_initialized():
+        # Ranks on devices of other types would choose in another way, and so make other exchanges.
+        agree({"the type of the model's device": device_type}, all_ranks())
+        _check_holds_data(device_type)
+        choice = _choose_default_mesh(device_type, owner, weights)
+        return guided_mesh(_create_mesh_of(device_type, choice)), choice.rotate_method
+    world_size = os.environ.get("WORLD_SIZE", "1")
+    if world_size != "1":
+        raise RuntimeError(
+            f"WORLD_SIZE is {world_size}, but no process group is initialised. Call "
+            "torch.distributed.init_process_group() first."
+        )
+    return one_guided_rank(device_type), "alltoall"
+
+
+def _check_holds_data(device_type: str) -> None:
+    """Raise ``ValueError`` if the ranks of a mesh of ``device_type`` could not compute."""
+    if device_type == "meta":
+        raise ValueError(
+            "mesh is of device type 'meta', whose tensors hold no data. Pass a mesh of the device on which the ranks "
+            "will compute, such as init_context_parallel_mesh('cpu'). The model may be moved there later."
+        )
 
 
 def _device_type_of(owner: Any) -> str:
@@ -136,18 +149,15 @@ def _choose_default_mesh(device_type: str, owner: Any, weights: str | None) -> M
         except Exception as error:
             cause = error
             message[1] = f"{type(error).__name__}: {error}"
-    dist.broadcast_object_list(message, src=0, group=_cpu_group())
+    # A group for CPU tensors: the choice is pickled in host memory.
+    group = find_or_make_group("choice of a mesh", list(range(ranks)), backend="gloo")
+    dist.broadcast_object_list(message, src=0, group=group)
     choice: MeshChoice | None = message[0]
     if choice is None:
         raise RuntimeError(
             f"rank 0 could not choose a mesh: {message[1]}. Pass one: mesh=init_context_parallel_mesh()."
         ) from cause
     return choice
-
-
-def _cpu_group() -> ProcessGroup:
-    """Return a gloo group of all ranks, for CPU tensors. Every rank must call this function."""
-    return find_or_make_group("choice of a mesh", list(range(dist.get_world_size())), backend="gloo")
 
 
 def _create_mesh_of(device_type: str, choice: MeshChoice) -> DeviceMesh:

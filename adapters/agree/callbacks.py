@@ -102,12 +102,11 @@ class CheckedCallbacks:
             before = PendingRecord(_named_values(inputs))
             result = callback(*args, **kwargs)
             outputs = {**inputs, **materialize(_tensors_by_name(result))}
-            regions = {
-                name: (region_of(module), module) for name, module in transformers_of(self._pipe).items()
-            }
-            planned = {
-                name: (region, module) for name, (region, module) in regions.items() if region is not None
-            }
+            planned = {}
+            for name, module in transformers_of(self._pipe).items():
+                region = region_of(module)
+                if region is not None:
+                    planned[name] = region, module
             state = self._describe_state(outputs)
             # Functions of two processes cannot be compared, but how often they were changed can. If the code of
             # one rank alone changed, that rank alone would verify its next call, which is collective.

@@ -75,10 +75,15 @@ def lora_layers(model: nn.Module) -> list[Any]:
     """Return the layers of ``model`` that peft wrapped with adapters (LoRA, LoKr, …)."""
     if not _has_adapters(model):
         return []
+    return merging_layers(model)
+
+
+def merging_layers(part: nn.Module) -> list[Any]:
+    """Return the layers of :func:`lora_layers` in ``part`` of a model that has adapters."""
     # Wrappers of modules_to_save have adapters too, but merge nothing: they are those of _copied_modules.
     return [
         module
-        for module in model.modules()
+        for module in part.modules()
         if hasattr(module, "adapter_layer_names") and hasattr(module, "merge")
     ]
 

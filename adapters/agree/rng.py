@@ -1,4 +1,8 @@
-"""Let all ranks draw the random numbers of the mesh's first rank during a call."""
+"""Let all ranks draw the random numbers of the mesh's first rank during a call.
+
+The calls of pipelines (``adapters/parallel/call.py``) and of autoencoders (``adapters/vae/run.py``) run inside
+it. Tests: tests/adapters/agree/test_state.py.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +30,7 @@ def share_random_state(mesh: GuidedMesh) -> Iterator[str]:
     """
     # Use the current accelerator and not the device of the mesh: diffusers draws on the pipeline's device,
     # and a gloo mesh of type cpu may serve a pipeline on an accelerator.
-    accelerator = None
-    if torch.accelerator.is_available():
-        accelerator = torch.accelerator.current_accelerator()
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
     device_module = None
     if accelerator is not None:
         device_module = torch.get_device_module(accelerator)
@@ -40,12 +42,12 @@ def share_random_state(mesh: GuidedMesh) -> Iterator[str]:
         broadcast_bytes(torch.cat([token, *states]), mesh).split([_TOKEN_BYTES, *map(len, states)])
     )
     torch.set_rng_state(shared[1].clone())
-    if device_module:
+    if device_module is not None:
         device_module.set_rng_state(shared[2].clone())
     try:
         yield bytes(shared[0].tolist()).hex()
     finally:
         if mesh.rank != 0:
             torch.set_rng_state(states[0])
-            if device_module:
+            if device_module is not None:
                 device_module.set_rng_state(states[1])

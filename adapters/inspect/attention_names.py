@@ -175,6 +175,7 @@ def translated_attention(module: nn.Module) -> Iterator[None]:
 
     options, cross = region.options, region.cross_backend
     before = [(setting.processor, setting.processor._attention_backend) for setting in others]
+    # By whether it computes cross-attention. check_one_attention_backend has found one backend for each kind.
     chosen = {setting.crosses: setting.backend for setting in others}
     try:
         region.use(replace(options, backend=chosen.get(False) or options.backend), chosen.get(True) or cross)

@@ -32,19 +32,18 @@ def default_guidance(pipe: Any, transformer: Any) -> str | None:
     # In Stable Video Diffusion the scale grows from frame to frame; use the largest.
     if "max_guidance_scale" in defaults:
         defaults["guidance_scale"] = defaults["max_guidance_scale"]
-    guides = _does_guidance(pipe, defaults)
-    name = "true_cfg_scale"
-    if guides or "true_cfg_scale" not in defaults:
-        name = "guidance_scale"
-    scale = defaults.get(name)
+    guides, name = _does_guidance(pipe, defaults), "guidance_scale"
     if guides is None:
-        embedded = getattr(getattr(transformer, "config", None), "guidance_embeds", False)
-        two_branches = "negative_prompt" in defaults and not embedded
-        if name == "true_cfg_scale":
+        if "true_cfg_scale" in defaults:
+            name = "true_cfg_scale"
             two_branches = defaults.get("negative_prompt") is not None
+        else:
+            embedded = getattr(getattr(transformer, "config", None), "guidance_embeds", False)
+            two_branches = "negative_prompt" in defaults and not embedded
+        scale = defaults.get(name)
         guides = two_branches and isinstance(scale, (int, float)) and scale > 1
     if guides:
-        return f"{name} is {scale} by default"
+        return f"{name} is {defaults.get(name)} by default"
     return None
 
 

@@ -91,45 +91,45 @@ class SchedulerTracker:
         self.active = True
         self._restart()
 
-        def count(call: Callable[..., Any], scheduler: Any, /, *args: Any, **kwargs: Any) -> Any:
-            """Run ``scheduler.step``, and count it if it advances the scheduler."""
-            # step(model_output, timestep, sample, …)
-            if len(args) > 1:
-                time = args[1]
-            else:
-                time = kwargs.get("timestep")
-            # Second-order schedulers list a timestep twice, at two addresses.
-            address = time
-            if isinstance(time, torch.Tensor):
-                address = time.data_ptr()
-            repeats = self._called and address is not None and address == self._last_address
-            self._repeats = self._repeats or repeats
-            self._last_time, self._last_address, self._called = time, address, False
-            output = call(scheduler, *args, **kwargs)
-            # Cosmos 1 steps to a clean sample, resets the step index and takes the same step again. Count it
-            # once.
-            step_index = getattr(scheduler, "step_index", None)
-            if step_index is None or step_index != self._step_index:
-                self._num_taken += 1
-            self._step_index = step_index
-            return output
-
-        def restart(call: Callable[..., Any], scheduler: Any, /, *args: Any, **kwargs: Any) -> Any:
-            """Run ``scheduler.set_timesteps``, with which a schedule begins."""
-            output = call(scheduler, *args, **kwargs)
-            self._restart()
-            begin()
-            return output
-
         try:
             if scheduler is not None:
-                methods = {"step": count, "set_timesteps": restart}
+                methods = {"step": self._count_step, "set_timesteps": self._begin_schedule}
                 fill_slot(scheduler, Slot.SCHEDULER_TRACKER, methods, name=self._name, permits_copies=True)
             yield
         finally:
             if scheduler is not None:
                 empty_slot(scheduler, Slot.SCHEDULER_TRACKER, self._name)
             self.active, self._scheduler, self._pipe, self._begin = False, None, None, lambda: None
+
+    def _count_step(self, call: Callable[..., Any], scheduler: Any, /, *args: Any, **kwargs: Any) -> Any:
+        """Run ``scheduler.step``, and count it if it advances the scheduler."""
+        # step(model_output, timestep, sample, …)
+        if len(args) > 1:
+            time = args[1]
+        else:
+            time = kwargs.get("timestep")
+        # Second-order schedulers list a timestep twice, at two addresses.
+        address = time
+        if isinstance(time, torch.Tensor):
+            address = time.data_ptr()
+        repeats = self._called and address is not None and address == self._last_address
+        self._repeats = self._repeats or repeats
+        self._last_time, self._last_address, self._called = time, address, False
+        output = call(scheduler, *args, **kwargs)
+        # Cosmos 1 steps to a clean sample, resets the step index and takes the same step again. Count it
+        # once.
+        step_index = getattr(scheduler, "step_index", None)
+        if step_index is None or step_index != self._step_index:
+            self._num_taken += 1
+        self._step_index = step_index
+        return output
+
+    def _begin_schedule(self, call: Callable[..., Any], scheduler: Any, /, *args: Any, **kwargs: Any) -> Any:
+        """Run ``scheduler.set_timesteps``, with which a schedule begins."""
+        output = call(scheduler, *args, **kwargs)
+        self._restart()
+        self._begin()
+        return output
 
     def note_call(self) -> int | None:
         """Note that the model is called now. Return the number of steps that the scheduler has taken; None if
@@ -150,21 +150,7 @@ class SchedulerTracker:
         begins a new section of the video.
         """
         if not self._times:
-            # Leave out the timesteps that the call skips at the beginning of the schedule.
-            listed = getattr(self._scheduler, "timesteps", None)
-            times = []
-            if isinstance(listed, torch.Tensor):
-                # One read of the device for all timesteps.
-                listed = listed.tolist()
-            if listed is not None:
-                times = [float(t) for t in listed]
-            if original_class(self._scheduler).__name__ in _END_IS_LISTED:
-                times = times[:-1]
-            begin = getattr(self._scheduler, "begin_index", None)
-            num_steps = getattr(self._pipe, "_num_timesteps", None)
-            if begin is None and num_steps is not None and 0 < num_steps <= len(times):
-                begin = len(times) - num_steps
-            self._times = times[begin or 0 :]
+            self._times = self._read_times()
         index, times = self._num_taken, self._times
         if self._with_copies and index == 0:
             # Spread the steps of a section of the video evenly over the schedule. Their timesteps are
@@ -177,6 +163,23 @@ class SchedulerTracker:
         if not times:
             return SchedulePosition(index, total, 0.0)
         return SchedulePosition(index, total, times[index])
+
+    def _read_times(self) -> list[float]:
+        """Return the timesteps of this schedule, without those that the call of the pipeline skips at its beginning."""
+        listed = getattr(self._scheduler, "timesteps", None)
+        if isinstance(listed, torch.Tensor):
+            # One read of the device for all timesteps.
+            listed = listed.tolist()
+        times = []
+        if listed is not None:
+            times = [float(t) for t in listed]
+        if original_class(self._scheduler).__name__ in _END_IS_LISTED:
+            times = times[:-1]
+        begin = getattr(self._scheduler, "begin_index", None)
+        num_steps = getattr(self._pipe, "_num_timesteps", None)
+        if begin is None and num_steps is not None and 0 < num_steps <= len(times):
+            begin = len(times) - num_steps
+        return times[begin or 0 :]
 
     def _restart(self) -> None:
         """Forget the steps that were taken, because a schedule begins."""

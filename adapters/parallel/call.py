@@ -131,21 +131,7 @@ class ParallelCall:
         with ExitStack() as stack:
             token = stack.enter_context(share_random_state(self.mesh))
             stack.enter_context(share_reasons(token, self._places))
-            for name, module in self._transformers.items():
-                region = region_of(module)
-                if region is not None:
-                    # Attach the plan's hooks again, because loading a LoRA may have replaced submodules. A
-                    # call that torch.compile traces does not do it itself.
-                    region.attach(module)
-                    region.check_new_code(module)
-                stack.enter_context(assume_agreed([region]))
-                stack.enter_context(translated_attention(module))
-                if name in self._verifications:
-                    # Wrap a compiled component, not the module inside it: the comparison must not be traced.
-                    component, verification = getattr(pipe, name), self._verifications[name]
-                    self._verified.add(component)
-                    stack.enter_context(fill_during(component, Slot.VERIFIED, {"__call__": verification}))
-            stack.enter_context(assume_agreed(map(denoiser_run_of, self._unets.values())))
+            self._prepare_models(pipe, stack)
             overlaps_steps = any(change.overlaps_steps for change in self.changes)
             if not (self._assume_equal or overlaps_steps):
                 checked = CheckedCallbacks(pipe, self.mesh)
@@ -158,6 +144,24 @@ class ParallelCall:
             if checked is not None:
                 checked.finish()
         return result
+
+    def _prepare_models(self, pipe: Any, stack: ExitStack) -> None:
+        """Make the models of ``pipe`` ready for one generation. ``stack`` undoes what does not outlive it."""
+        for name, module in self._transformers.items():
+            region = region_of(module)
+            if region is not None:
+                # Attach the plan's hooks again, because loading a LoRA may have replaced submodules. A call
+                # that torch.compile traces does not do it itself.
+                region.attach(module)
+                region.check_new_code(module)
+            stack.enter_context(assume_agreed([region]))
+            stack.enter_context(translated_attention(module))
+            if name in self._verifications:
+                # Wrap a compiled component, not the module inside it: the comparison must not be traced.
+                component, verification = getattr(pipe, name), self._verifications[name]
+                self._verified.add(component)
+                stack.enter_context(fill_during(component, Slot.VERIFIED, {"__call__": verification}))
+        stack.enter_context(assume_agreed(map(denoiser_run_of, self._unets.values())))
 
     def _arguments_and_state(self, pipe: Any, args: Any, kwargs: Any) -> Mapping[str, Any]:
         """Return the arguments of a call and the state of ``pipe`` that all ranks must share, by name.

@@ -100,16 +100,7 @@ def from_pretrained_sharded(
     check_process_group("from_pretrained_sharded")
     compared = {"weights": weights, "quantize": quantize, "dtype": dtype}
     with agree_on_options("from_pretrained_sharded", mesh, compared):
-        if weights not in (*shard_methods(), "stages"):
-            expected = join_words(map(repr, (*shard_methods(), "stages")))
-            raise ValueError(f"weights is {weights!r}; expected {expected}.")
-        if not (dtype is None or isinstance(dtype, torch.dtype)):
-            raise ValueError(
-                f"dtype is {dtype!r}; expected a dtype of torch, such as torch.bfloat16, or None."
-            )
-        for option, instead in _INSTEAD.items():
-            if options.get(option) is not None:
-                raise ValueError(f"from_pretrained_sharded takes no {option}: {instead}")
+        _check_values(weights, dtype, options)
     if mesh is None:
         # Not the default mesh of parallelize_pipe, which is predicted for a pipeline that is loaded.
         mesh = init_context_parallel_mesh()
@@ -141,6 +132,18 @@ def from_pretrained_sharded(
         if quantize is not None and not quantizes_first:
             require_quantizer().quantize(pipe, quantize)
     return pipe
+
+
+def _check_values(weights: str, dtype: object, options: Mapping[str, Any]) -> None:
+    """Raise ``ValueError`` if ``weights`` or ``dtype`` is unknown, or ``options`` have one that is refused."""
+    if weights not in (*shard_methods(), "stages"):
+        expected = join_words(map(repr, (*shard_methods(), "stages")))
+        raise ValueError(f"weights is {weights!r}; expected {expected}.")
+    if not (dtype is None or isinstance(dtype, torch.dtype)):
+        raise ValueError(f"dtype is {dtype!r}; expected a dtype of torch, such as torch.bfloat16, or None.")
+    for option, instead in _INSTEAD.items():
+        if options.get(option) is not None:
+            raise ValueError(f"from_pretrained_sharded takes no {option}: {instead}")
 
 
 def _require_method_that_fits(
@@ -247,10 +250,10 @@ def _cast_weights(module: nn.Module, dtype: torch.dtype) -> None:
     cast: dict[int, nn.Parameter] = {}
     for path, owner in module.named_modules():
         for name, parameter in list(owner.named_parameters(recurse=False)):
-            target = torch.float32 if _names_part_of(f"{path}.{name}", kept) else dtype
             if not parameter.is_floating_point():
                 continue
             if id(parameter) not in cast:
+                target = torch.float32 if _names_part_of(f"{path}.{name}", kept) else dtype
                 # A weight that has its dtype stays the same object, also under its other names.
                 cast[id(parameter)] = parameter
                 if parameter.dtype != target:

@@ -31,11 +31,9 @@ from para_core.option_values import METHOD_WITH_BITS, RotateMethod
 from para_core.pipeline_options import AttentionChoices, PipelineChoices
 from para_core.weights.pipefusion_options import PipeFusion
 
-# Options of a pipeline that are not for its denoiser alone: where the other components run and have their weights.
-_OF_OTHER_COMPONENTS = frozenset(PipelineChoices.__annotations__) - {"resident_blocks"}
-# Options that also apply to denoisers without a transformer, such as UNets. A new option of this file that is missing
-# here is refused for them. weights= applies to them as well, except for "tensor".
-_OF_ALL_DENOISERS = _OF_OTHER_COMPONENTS | {"mesh", "assume_equal", "timeout"}
+# Options that also apply to denoisers without a transformer, such as UNets. Another option, also a new one, is
+# refused for them. weights= applies to them as well, except for "tensor".
+_OF_ALL_DENOISERS = frozenset({"mesh", "assume_equal", "timeout", "vae", "vae_placement", "text_encoders"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -270,5 +268,5 @@ class ParallelOptions(TransformerOptions, PipelineChoices):
         return {
             name: value
             for name, value in options.items()
-            if name not in _OF_ALL_DENOISERS and value not in (None, False)
+            if name not in _OF_ALL_DENOISERS and value is not None and value is not False
         }

@@ -44,7 +44,7 @@ class TimeoutPart(Part):
         groups += [*groups_among(self.ranks), *weights_groups(self.pipe)]
         return override_timeouts(list(dict.fromkeys(groups)), self.timeout, self.ranks)
 
-    def suspend(self, undo: Undo, mesh: GuidedMesh) -> Undo:
+    def suspend(self, undo: Undo) -> Undo:
         # Leave the time-out set until finish(), which runs after the next session has started. Until then a
         # time-out of the next session overrides this one, and if that session fails, this one is still set.
         return do_nothing
@@ -79,7 +79,7 @@ class FeaturePart(Part):
         self.change.apply()
         return self.change.undo
 
-    def suspend(self, undo: Undo, mesh: GuidedMesh) -> Undo:
+    def suspend(self, undo: Undo) -> Undo:
         undo()
         return self.change.resume
 

@@ -71,16 +71,18 @@ def resolve(pipe: Any, options: ParallelOptions) -> ParallelSession:
             resolve_transformer(getattr(pipe, name), guided, options, attention, batched=batched)
             for name in transformers
         ]
-        session = ParallelSession(guided, [*planned])
+        session = ParallelSession(guided, [])
+        after_models: list[Part] = []
         if ranks is not None and options.timeout is not None:
-            session.parts.append(TimeoutPart(pipe, guided, as_timedelta(options.timeout), ranks))
-        session.parts += _pipeline_parts(pipe, transformers, planned, session, options, attention)
+            after_models.append(TimeoutPart(pipe, guided, as_timedelta(options.timeout), ranks))
+        after_models += _pipeline_parts(pipe, transformers, planned, session, options, attention)
         if options.weights == "replicate":
             check_holds_all(pipe, components_with_blocks(pipe).values(), "weights='replicate'")
-    # Models come first in a session, because the part of the pipeline records the meshes that they then have
-    # (ParallelCall.attach).
-    session.parts[len(planned) : len(planned)] = _denoiser_parts(pipe, guided, options, batched=batched)
-    session.parts += _weight_parts(pipe, transformers, guided, options)
+    others = _denoiser_parts(pipe, guided, options, batched=batched)
+    sharding = _weight_parts(pipe, transformers, guided, options)
+    # Models come first, because the part of the pipeline records the meshes that they then have
+    # (ParallelCall.attach), and sharded weights last, because nothing undoes them.
+    session.parts += [*planned, *others, *after_models, *sharding]
     return session
 
 
@@ -221,8 +223,7 @@ def _weight_parts(
 ) -> list[Part]:
     """Return the parts that shard weights as the options ask. Collective.
 
-    They come last in a session, because nothing undoes them. Changes nothing of the pipeline; may create the
-    process groups of the weights.
+    Changes nothing of the pipeline; may create the process groups of the weights.
     """
     parts: list[Part] = []
     if mesh.ranks > 1 and options.weights in shard_methods():

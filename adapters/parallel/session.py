@@ -47,16 +47,15 @@ class Part(ABC):
         ``adapters/weights/one_way.py``), because :meth:`ParallelSession.complete` exchanges nothing itself.
         """
 
-    def clear(self) -> Undo:
+    def clear(self) -> None:  # noqa: B027 - most parts have nothing to clear
         """Remove a change of this kind that was made outside of the session, such as a plan that was applied
         by hand.
 
-        Returns a function that restores it, except for slots, which :func:`replace_session` restores.
+        It changes only slots, which :func:`replace_session` restores if the new session fails.
         """
-        return do_nothing
 
-    def suspend(self, undo: Undo, mesh: GuidedMesh) -> Undo:
-        """Call ``undo``, which :meth:`apply` returned, because a new session on ``mesh`` replaces this one.
+    def suspend(self, undo: Undo) -> Undo:
+        """Call ``undo``, which :meth:`apply` returned, because a new session replaces this one.
 
         Returns a function that makes the change again, except for slots, if the new session fails.
         """
@@ -125,14 +124,13 @@ class ParallelSession:
         # Parts and their undo functions are compared by identity or value, and no two of a session are equal.
         self._applied.remove((part, undo))
 
-    def suspend(self, resume: ExitStack, mesh: GuidedMesh) -> None:
-        """Call :meth:`Part.suspend` of all applied parts, the last one first, before a session on ``mesh``
-        starts.
+    def suspend(self, resume: ExitStack) -> None:
+        """Call :meth:`Part.suspend` of all applied parts, the last one first, before another session starts.
 
         The functions that restore the parts are pushed onto ``resume``.
         """
         for part, undo in reversed(self._applied):
-            resume.callback(part.suspend(undo, mesh))
+            resume.callback(part.suspend(undo))
 
     def finish(self) -> None:
         """Call :meth:`Part.finish` of all parts, after another session has replaced this one."""
@@ -154,9 +152,9 @@ def replace_session(instance: Any, previous: ParallelSession | None, session: Pa
     with restore_on_failure(instances_in(instance)), ExitStack() as rollback:
         with together(session.mesh, "the earlier settings could not be undone"):
             if previous is not None:
-                previous.suspend(rollback, session.mesh)
+                previous.suspend(rollback)
             for part in session.parts:
-                rollback.callback(part.clear())
+                part.clear()
         rollback.callback(session.stop)
         session.start()
         rollback.pop_all()

@@ -24,7 +24,7 @@ from para_core.adapters.inspect.attention_names import describe_attention, trans
 from para_core.adapters.model_checks import require_plan
 from para_core.adapters.parallel.options import TransformerOptions
 from para_core.adapters.parallel.parts import FeaturePart
-from para_core.adapters.parallel.session import ParallelSession, Part, Undo, do_nothing, replace_session
+from para_core.adapters.parallel.session import ParallelSession, Part, Undo, replace_session
 from para_core.adapters.registry import check_pipeline_or_model, planned_class
 from para_core.adapters.weights.feature import ChangeRequest
 from para_core.adapters.weights.features import make_changes, transformer_slots
@@ -119,7 +119,7 @@ def remove_from_transformer(transformer: nn.Module) -> None:
     its calls. Its weights stay as they are.
 
     Besides the contents of slots this changes only what a call of the plan makes again (numbers of heads, and
-    the state of its checks): :meth:`TransformerPart.suspend` relies on it.
+    the state of its checks): :func:`replace_session` restores the slots if the next session fails.
     """
     empty_slots((transformer, uncompiled(transformer)), Slot.VERIFIED, *transformer_slots())
     remove_plan(uncompiled(transformer))
@@ -191,13 +191,8 @@ class TransformerPart(Part):
             fill_slot(self.transformer, Slot.VERIFIED, {"__call__": make_check("verify")})
         return partial(remove_from_transformer, self.transformer)
 
-    def clear(self) -> Undo:
+    def clear(self) -> None:
         remove_from_transformer(self.transformer)
-        return do_nothing
-
-    def suspend(self, undo: Undo, mesh: GuidedMesh) -> Undo:
-        # replace_session() restores the slots if the next session fails, and a call makes the rest again.
-        return self.clear()
 
 
 def make_call_agreement(module: nn.Module, *, mesh: GuidedMesh, assume_equal: bool) -> AgreeOnInputs:

@@ -20,21 +20,13 @@ from para_core.adapters.inspect.block_stack import stack_of
 from para_core.adapters.weights.feature import ChangeRequest, Feature, FeatureChange
 from para_core.adapters.weights.features import shard_methods
 from para_core.adapters.weights.host_block import HostBlock
-from para_core.adapters.weights.offloaded_modules import (
-    Offloader,
-    check_not_offloaded,
-    execution_device,
-)
+from para_core.adapters.weights.offloaded_modules import Offloader, check_not_offloaded, execution_device
 from para_core.adapters.weights.one_way import load_again
 from para_core.adapters.weights.sharded_component import is_distributed
 from para_core.distributed.mesh import GuidedMesh
 from para_core.instance.modules import uncompiled
 from para_core.instance.private_class import original_class
-from para_core.instance.record import (
-    empty_slot,
-    fill_slot,
-    fill_slots,
-)
+from para_core.instance.record import empty_slots, fill_slot, fill_slots
 from para_core.instance.slots import Slot
 from para_core.option_values import num_resident
 
@@ -110,9 +102,8 @@ class OffloadedBlocks(FeatureChange):
 
     def undo(self) -> None:
         """Remove the offload, and move the weights back to the devices on which they were."""
+        empty_slots([*self._devices, *self._blocks], Slot.OFFLOADED_BLOCK)
         for module, device in self._devices.items():
-            for wrapped in (module, *self._blocks):
-                empty_slot(wrapped, Slot.OFFLOADED_BLOCK)
             module.to(device)
         self._devices.clear()
         self._blocks.clear()

@@ -86,12 +86,7 @@ class EncodedPrompts:
         """
         if torch.is_grad_enabled() and not self.complete:
             return call(module, *args, **kwargs)
-        pickled, tensors = split_tensors((name, _lora_scales(module), args, kwargs))
-        digest = sha256(pickled)
-        for x in tensors:
-            digest.update(f"{x.dtype} {tuple(x.shape)}".encode())
-            digest.update(tensor_bytes(x.cpu()).numpy().tobytes())
-        key = digest.digest()
+        key = _digest((name, _lora_scales(module), args, kwargs))
         kept = self._outputs.get(key)
         if kept is not None:
             self.hits += 1
@@ -116,6 +111,16 @@ class EncodedPrompts:
             while self.bytes > self.max_bytes:
                 self._outputs.popitem(last=False)
         return value
+
+
+def _digest(value: Any) -> bytes:
+    """Return a digest of ``value``, in which a tensor counts by its dtype, shape and bytes, not by its device."""
+    pickled, tensors = split_tensors(value)
+    digest = sha256(pickled)
+    for x in tensors:
+        digest.update(f"{x.dtype} {tuple(x.shape)}".encode())
+        digest.update(tensor_bytes(x.cpu()).numpy().tobytes())
+    return digest.digest()
 
 
 def _lora_scales(encoder: nn.Module) -> list[str]:

@@ -82,14 +82,6 @@ def _replicated_parameters(module: nn.Module, adapter: Adapter | None) -> list[n
     return [*lora_weights(module), *(x for name in names for x in module.get_submodule(name).parameters())]
 
 
-def _fsdp_mesh_of(module: nn.Module) -> DeviceMesh | None:
-    """Return the mesh over which FSDP2 has sharded ``module``, also if the user called it; None if it has not."""
-    # Test the class first, because shard_mesh looks at all parameters.
-    if not is_sharded(module):
-        return None
-    return shard_mesh(module)
-
-
 @contextmanager
 def _gather_layers(module: nn.Module, layers: Sequence[nn.Module]) -> Iterator[None]:
     """Gather the sharded weights of ``layers`` inside the ``with`` block. Collective."""
@@ -112,7 +104,8 @@ def _place_loras(module: nn.Module) -> None:
 def check_shards_in_sequence(module: nn.Module, name: str) -> None:
     """Refuse weights sharded over ranks that may run different blocks.
 
-    Only their numbers are compared: that these ranks are those of the sequence is left to the user.
+    Only their numbers are compared: that these ranks are those of the sequence is left to the user. A model of
+    which the user has sharded only the blocks is not checked.
     """
     # Test the class first: each call of a model asks this, and ranks_per_copy looks at all parameters.
     if not is_sharded(module):
@@ -202,7 +195,7 @@ FEATURE = Feature(
         check_component=_check_fsdp_component,
         make_mesh=_make_fsdp_mesh,
         shard=_shard_by_fsdp,
-        mesh_of=_fsdp_mesh_of,
+        mesh_of=shard_mesh,
         gather_layers=_gather_layers,
         shard_loras=_place_loras,
         shards_encoders=True,

@@ -102,7 +102,9 @@ class FusedPipe(FeatureChange):
         names = self._names[id(module)]
         # A pipeline that enters cache_context(name) names its CFG branch. Others are told apart by their
         # arguments. An empty name means that this fails: all steps then compute all tokens (_step_of).
-        return names[-1] if names else self._branches[id(module)].name_of(arguments) or ""
+        if names:
+            return names[-1]
+        return self._branches[id(module)].name_of(arguments) or ""
 
     def _step_of(self, branch: str) -> tuple[int, int]:
         """Return the step of the next call of ``branch``, and the number of steps. Call it once per call."""

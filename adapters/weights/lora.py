@@ -28,11 +28,7 @@ from para_core.distributed.agree import together
 from para_core.distributed.mesh import AnyMesh
 from para_core.distributed.records import Record, describe_differences
 from para_core.instance.private_class import original_class
-from para_core.instance.record import (
-    empty_slot,
-    fill_slot,
-    fill_slots,
-)
+from para_core.instance.record import empty_slot, fill_slot, fill_slots
 from para_core.instance.slots import Slot
 from para_core.torch_internals import without_hooks_after_load
 from para_core.weights.parameters import stand_ins, weights_of

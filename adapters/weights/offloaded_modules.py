@@ -22,12 +22,7 @@ from para_core.adapters.weights.feature import FeatureChange
 from para_core.distributed.agree import broadcast_bytes, together
 from para_core.distributed.fingerprints import tensor_bytes
 from para_core.distributed.mesh import GuidedMesh
-from para_core.instance.record import (
-    empty_slot,
-    fill_slot,
-    is_filled,
-    slot_owner,
-)
+from para_core.instance.record import empty_slot, fill_slot, is_filled, slot_owner
 from para_core.instance.slots import Slot
 from para_core.lazy_tensors import materialize
 
@@ -176,13 +171,13 @@ def offloader_of(module: nn.Module) -> Offloader | None:
     grouped = any(
         registry is not None and registry.get_hook("group_offloading") is not None for registry in registries
     )
+    if not grouped:
+        return None
     undo = (
         "unparallelize_pipe(pipe) if parallelize_pipe placed it there; if it "
         "is diffusers' own, HookRegistry.check_if_exists_or_initialize(module).remove_hook(name) of "
         f"diffusers.hooks, for each name of {', '.join(_HOOKS)}"
     )
-    if not grouped:
-        return None
     return Offloader("diffusers' group offload", undo)
 
 
@@ -198,8 +193,9 @@ def _remove_offload(module: nn.Module, before: _StateBefore) -> None:
     """Remove diffusers' group offload from ``module``, and move it back to its device ``before`` the offload."""
     for part in module.modules():
         registry: Any = getattr(part, "_diffusers_hook", None)
-        for name in () if registry is None else _HOOKS:
-            registry.remove_hook(name, recurse=False)
+        if registry is not None:
+            for name in _HOOKS:
+                registry.remove_hook(name, recurse=False)
         for name in set(_HOOK_ATTRIBUTES) & set(vars(part)) - before.attributes.get(part, set()):
             delattr(part, name)
     module.to(before.device)

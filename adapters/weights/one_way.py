@@ -21,10 +21,7 @@ from para_core.distributed.agree import together
 from para_core.distributed.mesh import AnyMesh
 from para_core.instance.modules import uncompiled
 from para_core.instance.private_class import unwrapped_class
-from para_core.instance.record import (
-    fill_slot,
-    slot_owner,
-)
+from para_core.instance.record import fill_slot, slot_owner
 from para_core.instance.slots import Slot
 
 

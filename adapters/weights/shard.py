@@ -42,9 +42,7 @@ from para_core.distributed.agree import agree, together
 from para_core.distributed.mesh import MESH_DIMS, PIPE_DIM, AnyMesh, GuidedMesh
 from para_core.distributed.records import Record, describe_first_difference
 from para_core.instance.private_class import original_class
-from para_core.instance.record import (
-    is_filled,
-)
+from para_core.instance.record import is_filled
 from para_core.instance.slots import Slot
 from para_core.weights.group import as_ranks
 
@@ -194,23 +192,14 @@ def prepare_sharding(
     """
     if mesh is None:
         mesh = mesh_of(pipe)
-    if mesh is None:
-        # The default mesh is chosen for the models by all ranks, so check first, on all of them, that these
-        # can be sharded.
+    if not (isinstance(mesh, GuidedMesh) or _is_foreign(mesh)):
+        # The groups of ``mesh`` may differ between ranks, and all of them choose the default mesh for the
+        # models. So compare first, by a group that they share, and check that these can be sharded.
         options = {"method": method, "components": components, "offload_policy": offload_policy}
-        with agree_on_options("shard_weights", None, options):
+        with agree_on_options("shard_weights", mesh, options):
             _check_sharding_options(pipe, method, offload_policy)
             _choose_components(pipe, method, components)
-    foreign_mesh: DeviceMesh | None = None
-    ranks: AnyMesh
-    if _is_foreign(mesh):
-        # The method decides how the mesh is read, so a rank with another one would raise alone.
-        ranks = as_ranks(mesh)
-        agree({"method": str(method)}, ranks)
-        if _takes_any_mesh(method):
-            foreign_mesh = mesh
-    if foreign_mesh is None:
-        ranks = guided_mesh_for(mesh, pipe, method)
+    ranks, foreign_mesh = _ranks_of(mesh, pipe, method)
     # If one rank raised alone, the others would wait for it in the first call.
     with together(ranks, "weights cannot be sharded"):
         _check_sharding_options(pipe, method, offload_policy)
@@ -240,10 +229,19 @@ def _is_foreign(mesh: Any) -> TypeGuard[DeviceMesh]:
     return isinstance(mesh, DeviceMesh) and not set(mesh.mesh_dim_names or ()) & {*MESH_DIMS, PIPE_DIM}
 
 
-def _takes_any_mesh(method: str) -> bool:
-    """Whether ``method`` exists and takes a foreign mesh as it is."""
-    methods = shard_methods()
-    return method in methods and methods[method].takes_any_mesh
+def _ranks_of(mesh: Mesh | GuidedMesh | None, pipe: Any, method: str) -> tuple[AnyMesh, DeviceMesh | None]:
+    """Return all ranks that change weights together, and ``mesh`` if it is foreign and ``method`` shards over it
+    as it is; else None. Collective.
+    """
+    if not _is_foreign(mesh):
+        return guided_mesh_for(mesh, pipe, method), None
+    # The method decides how the mesh is read, so a rank with another one would raise alone.
+    ranks = as_ranks(mesh)
+    agree({"method": str(method)}, ranks)
+    # An unknown method is refused later.
+    if method in shard_methods() and require_method(method).takes_any_mesh:
+        return ranks, mesh
+    return guided_mesh_for(mesh, pipe, method), None
 
 
 def _check_sharding_options(pipe: Any, method: str, offload_policy: OffloadPolicy | None) -> None:

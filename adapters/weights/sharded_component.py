@@ -22,10 +22,7 @@ from para_core.distributed.agree import agree
 from para_core.distributed.mesh import AnyMesh
 from para_core.distributed.records import Signature
 from para_core.instance.private_class import unwrapped_class
-from para_core.instance.record import (
-    fill_slot,
-    slot_owner,
-)
+from para_core.instance.record import fill_slot, slot_owner
 from para_core.instance.slots import Slot
 from para_core.torch_internals import parse_to
 

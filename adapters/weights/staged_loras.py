@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 
 from para_core.adapters.agree.arguments import agree_on_values
-from para_core.adapters.agree.loras import describe_loras_of_model, lora_weights
+from para_core.adapters.agree.loras import describe_loras_of_model, lora_weights, merging_layers
 from para_core.adapters.weights.lora import (
     ADDS,
     CHANGES,
@@ -89,13 +89,7 @@ def _change_lora(
     Weights of other stages' blocks are on the meta device. Merging a LoRA computes with them there without
     effect, but peft must not read their values.
     """
-    # Wrappers of modules_to_save have adapters, too, but merge nothing.
-    layers = [
-        layer
-        for block in stages.other_blocks
-        for layer in block.modules()
-        if hasattr(layer, "adapter_layer_names") and hasattr(layer, "merge")
-    ]
+    layers = [layer for block in stages.other_blocks for layer in merging_layers(block)]
     with on_all_ranks(mesh):
         try:
             fill_slots(layers, Slot.STAGED_MERGE, {"merge": _merge_without_check})

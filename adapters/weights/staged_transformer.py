@@ -35,12 +35,7 @@ from para_core.distributed.agreed_inputs import AgreeOnInputs
 from para_core.distributed.mesh import PIPE_DIM, GuidedMesh
 from para_core.instance.modules import is_compiled
 from para_core.instance.private_class import original_class
-from para_core.instance.record import (
-    empty_slots,
-    fill_slot,
-    fill_slots,
-    slot_owner,
-)
+from para_core.instance.record import empty_slots, fill_slot, fill_slots, slot_owner
 from para_core.instance.slots import Slot
 from para_core.weights.balance import split_by_cost
 from para_core.weights.stack import stages_of
@@ -196,15 +191,7 @@ def changes_for_stages(request: ChangeRequest) -> list[StageChange]:
 def has_freed_blocks(module: nn.Module) -> bool:
     """Whether ``module`` runs in stages, and a block of another stage is on the meta device, so it is freed."""
     stages = stages_of(module)
-    if stages is None:
-        return False
-    weights = [
-        x
-        for index, entry in enumerate(stages.blocks)
-        if index not in stages.block_range
-        for x in entry.block.parameters()
-    ]
-    return any(x.is_meta for x in weights)
+    return stages is not None and any(x.is_meta for block in stages.other_blocks for x in block.parameters())
 
 
 def _check_earlier_stages(owner: Any, module: nn.Module, mesh: GuidedMesh) -> None:
@@ -289,9 +276,11 @@ def check_compiled_stages(module: nn.Module, name: str, called: Any, mesh: Guide
 def check_cache_on_stages(module: nn.Module, name: str, called: Any, options: CacheOptions) -> None:
     """Refuse a cache whose options do not work in stages."""
     stages = stages_of(module)
+    if stages is None:
+        return
     change = slot_owner(module, Slot.STAGED_WEIGHTS, StageChange)
     adapter = adapter_for(module, None if change is None else change.adapter)
-    if stages is None or adapter is None or adapter.blocks is None:
+    if adapter is None or adapter.blocks is None:
         return
     # The first blocks may cross a stage, because the output of the last of them is sent to all stages. That of
     # the last skipped block is not sent, so the last stage, which forecasts it, must compute it itself.

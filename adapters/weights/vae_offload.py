@@ -22,10 +22,7 @@ from para_core.adapters.weights.host_block import HostBlock
 from para_core.adapters.weights.offloaded_modules import OffloadedModules
 from para_core.instance.modules import uncompiled
 from para_core.instance.private_class import original_class
-from para_core.instance.record import (
-    empty_slots,
-    fill_slot,
-)
+from para_core.instance.record import empty_slots, fill_slot
 from para_core.instance.slots import Slot
 from para_core.torch_internals import pytree
 

@@ -152,7 +152,10 @@ def check_shardable(module: nn.Module, replicated: Collection[nn.Parameter] = ()
 
 
 def is_sharded(module: nn.Module) -> bool:
-    """Whether FSDP2 shards ``module``, by :func:`shard_blocks` or by the user's own ``fully_shard``."""
+    """Whether FSDP2 shards ``module`` itself, by :func:`shard_blocks` or by the user's own ``fully_shard``.
+
+    False if only blocks inside it are sharded; :func:`shard_mesh` finds these, too, but looks at all modules.
+    """
     return isinstance(module, FSDPModule)
 
 

@@ -24,11 +24,7 @@ from torch.overrides import TorchFunctionMode
 from para_core.attention.sdpa_call import SdpaCall
 from para_core.distributed.collectives import define_collective, done
 from para_core.distributed.mesh import MeshDim, SequenceMesh, dim_of_one
-from para_core.instance.record import (
-    Wrapper,
-    empty_slots,
-    fill_slot,
-)
+from para_core.instance.record import Wrapper, empty_slots, fill_slot
 from para_core.instance.slots import Slot
 from para_core.layout.sequence import Run, Segment, SequenceLayout
 from para_core.modes.interceptor import intercept

@@ -24,13 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from para_core.instance.modules import has_compiled_parts, is_compiled
-from para_core.instance.record import (
-    empty_slot,
-    empty_slots,
-    fill_slot,
-    fill_slots,
-    slot_owner,
-)
+from para_core.instance.record import empty_slot, empty_slots, fill_slot, fill_slots, slot_owner
 from para_core.instance.slots import Slot
 from para_core.layout.sequence import Run
 from para_core.lazy_tensors import Expected, LazyTensor, LiveTensors, materialize

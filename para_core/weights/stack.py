@@ -43,6 +43,7 @@ class PipelineStages(Protocol):
         block_range: The indices of the blocks that this rank computes.
         dim: The mesh dim ``pipe``.
         links: The connections to the other stages.
+        other_blocks: The blocks that other stages compute.
     """
 
     blocks: Sequence[StackedBlock]
@@ -50,6 +51,9 @@ class PipelineStages(Protocol):
     block_range: range
     dim: MeshDim
     links: Links
+
+    @property
+    def other_blocks(self) -> Sequence[nn.Module]: ...
 
     def own_output(self) -> AbstractContextManager[None]:
         """Inside this context, let a call of the model return this rank's own output, which is not sent.

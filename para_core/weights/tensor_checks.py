@@ -37,6 +37,11 @@ def check_tensor_plan(module: nn.Module, plan: TensorPlan, ranks: int) -> None:
         check_plain_lora(name, layer, cls)
         linear = base_linear(layer)
         _check_linear(name, linear, cls)
+        if style.parts_from and not (style.parts or getattr(linear, style.parts_from, None)):
+            raise ValueError(
+                f"{name} of this {cls} has no {style.parts_from!r} with the sizes of its parts. Correct "
+                "Linear(parts_from=...) of its tensor plan, or use weights='fsdp'."
+            )
         channels = linear.weight.shape[style.dim]
         sizes = part_sizes(linear, style) or (channels,)
         if sum(sizes) != channels or min(sizes) < 0:

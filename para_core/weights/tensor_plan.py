@@ -161,10 +161,11 @@ def part_sizes(linear: Any, style: Linear) -> tuple[int, ...]:
     total = linear.weight.shape[style.dim]
     relative = style.parts
     if not relative and style.parts_from:
-        held = getattr(linear, style.parts_from, None)
+        # check_tensor_plan refuses a layer without it.
+        held = getattr(linear, style.parts_from)
         if isinstance(held, int):
             return held, total - held
-        relative = tuple(held or ())
+        relative = tuple(held)
     if len(relative) < 2:
         return ()
     return tuple(total // sum(relative) * part for part in relative)

@@ -34,9 +34,6 @@ def run(pipe, name="flux", **call):
     return generate(pipe, name, num_inference_steps=STEPS, **call)
 
 
-# -- One process.
-
-
 def by_hand(num_patches, warmup_steps=1, cooldown_steps=0, **call):
     """Run the unmodified pipeline, calling its transformer for each patch and keeping the keys in a dict."""
     pipe = flux_pipe()
@@ -148,9 +145,6 @@ def test_result_recorded_before_a_write_keeps_its_values(has_arrived):
         assert (doubled.tolist(), x.tolist()) == ([[2, 2]], [[2, 2]])
 
 
-# -- Over stages.
-
-
 def over_stages(name, shape, options, call):
     """Return the output and the report, the output of whole steps, and that of stages without PipeFusion."""
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("pipe", "batch", "ring", "ulysses"))
@@ -241,9 +235,6 @@ def test_compiled_block_gives_the_bits_of_eager_patches():
     pipe.transformer.single_transformer_blocks[0].compile(backend="eager", fullgraph=True)
     assert torch.equal(run(pipe), expected)
     torch.compiler.reset()
-
-
-# -- Errors.
 
 
 def test_few_steps_switch_it_off_with_a_warning():

@@ -169,9 +169,6 @@ def special_cases():
     assert max(errors.values()) < 1e-5, errors
 
 
-# -- Refusals.
-
-
 def offload_a_part(name):
     """Return a change that applies diffusers' group offload to a component."""
     return lambda pipe: apply_group_offloading(getattr(pipe, name), torch.device("cpu"), offload_type="leaf_level")
@@ -224,9 +221,6 @@ def refused_on_ranks():
 @pytest.mark.filterwarnings("ignore:.*branches of guidance")
 def test_special_cases_of_placement_are_exact_or_refused_on_every_rank(rank_pool):
     rank_pool.run(special_cases, 2)
-
-
-# -- Copies of weights.
 
 
 def events_of(pipe, num_steps):
@@ -326,9 +320,6 @@ def test_offloaded_vae_stays_so_with_a_lora_and_may_be_compiled():
     assert torch.equal(pipe.vae.decode(latents).sample, alone.vae.decode(latents).sample)
     unparallelize_pipe(pipe)
     assert pipe._execution_device == pipe.vae.device == torch.device("cpu")
-
-
-# -- Prompts that were encoded before.
 
 
 @pytest.mark.parametrize("name", ["flux", "hunyuan"])

@@ -194,6 +194,7 @@ class Counted(nn.Module):
         ({}, {"norms": ("feed",)}, r"feed of this Counted is a Linear .*RMS norms"),
         ({}, {"linears": {"attn": Linear("colwise", (1, 1, 1))}}, r"^attn of this Counted has 8 channels"),
         ({"heads": 16}, {"linears": {"attn": Linear("colwise", parts_from="heads")}}, r"^attn .* has 8 channels"),
+        ({}, {"linears": {"attn": Linear("colwise", parts_from="sizes")}}, r"^attn .* has no 'sizes'"),
     ],
 )
 def test_plan_that_does_not_divide_a_model_is_refused(options, changes, message):

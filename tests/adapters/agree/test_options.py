@@ -65,6 +65,8 @@ def differ():
         refuse("gather", parallelize_vae, pipe.vae, mesh=meshes[0], gather=["all", "first"][rank])
         refuse("method", parallelize_vae, pipe.vae, mesh=meshes[0], method=["exact", "tiled"][rank])
     refuse("batched", parallelize_unet, unet, mesh=meshes[0], batched=rank == 0)
+    refuse("mesh", shard_weights, pipe, meshes[rank])
+    refuse("mesh", shard_weights, pipe, [None, meshes[1]][rank])
     refuse("offload_policy", shard_weights, pipe, meshes[0], offload_policy=[None, OffloadPolicy()][rank])
     refuse("max_ring_dim_size", init_context_parallel_mesh, "cpu", max_ring_dim_size=1 + rank)
     # The ranks make the same calls again.
@@ -108,6 +110,11 @@ def refuse_on_one_rank():
         for function, options in ((parallelize_pipe, {"weights": "tensor"}), (shard_weights, {"method": "tensor"})):
             with pytest.raises(ValueError, match=r"meta.*cpu"):
                 function(pipe, mesh=meta, **options)
+        # The default mesh, if the models of the ranks are on devices of two types, or hold no data.
+        for devices, message in ((("cuda", "cpu"), "rank 0 has cuda, rank 1 has cpu"), (("meta", "meta"), "no data")):
+            device = mock.patch("para_core.adapters.default_mesh._device_type_of", return_value=devices[is_last])
+            with device, pytest.raises(ValueError, match=message):
+                parallelize_pipe(pipe)
         group = dist.new_group([0])
         if is_last:
             uses = (parallelize_pipe, pipe), (parallelize_transformer, pipe.transformer), (parallelize_vae, pipe.vae)

@@ -15,7 +15,7 @@ from diffusers.guiders import SmoothedEnergyGuidance
 from diffusers.hooks import FirstBlockCacheConfig, LayerSkipConfig, apply_layer_skip
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torchao.quantization import Int8Tensor, PerRow
 
 from benchmarks.harness import fake_group
@@ -306,7 +306,10 @@ CASES = {
         lambda mesh: of_pipe(pipe_with(lambda model: with_hook(model.proj_out)), mesh=in_stages(mesh)),
         r"pipe\.remove_all_hooks\(\)",
     ),
-    "sharded_weights": (lambda mesh: of_pipe(fsdp_pipe(), mesh=in_stages(mesh)), "sharded, .*stage .*from_pretrained"),
+    "sharded_weights": (  # The user has sharded the blocks, and not the model around them.
+        lambda mesh: of_pipe(pipe_with(lambda model: [*map(fully_shard, blocks_of(model))]), mesh=in_stages(mesh)),
+        "sharded, .*stage .*from_pretrained",
+    ),
     "no_parallelism_of_diffusers": (
         lambda mesh: of_pipe(pipe_with(lambda model: changed(model, _parallel_config=object())), mesh=mesh),
         "enable_parallelism",
