@@ -91,7 +91,7 @@ def test_wide_values_are_two_halves(value_dim, continues):
     check((out, lse), tensors)
 
 
-@pytest.mark.parametrize("attend", [attention, attention_int8.attention], ids=["exact", "int8"])
+@pytest.mark.parametrize("attend", [attention, *(x.attention for x in (attention_int8, reference, int8_reference))])
 @pytest.mark.parametrize(("num_queries", "num_keys", "heads"), [(0, 5, 2), (5, 0, 2), (0, 0, 2), (5, 4, 0)])
 def test_nothing_gives_zeros(num_queries, num_keys, heads, attend):
     out, lse = attend(*make(num_queries, num_keys, dtype=torch.float16, batch=1, heads=heads, key_heads=heads))
