@@ -249,7 +249,11 @@ def ranks_of_unsorted_group():
     find_or_make_group("of one rank", [dist.get_rank()])
     with pytest.raises(ValueError, match=rf"'of one rank'.* \[{dist.get_rank()}\].* \[0, 1\]"):
         find_or_make_group("of one rank", [1, 0])
-    return ranks, exchange(dist.get_rank(), mesh), weights_mesh(ranks, "cpu").get_local_rank()
+    results = ranks, exchange(dist.get_rank(), mesh), weights_mesh(ranks, "cpu").get_local_rank()
+    dist.destroy_process_group(group)
+    with pytest.raises(ValueError, match="'ring' was destroyed"):
+        exchange(0, mesh)
+    return results
 
 
 def test_sequence_ranks_have_the_order_of_the_group_and_shards_that_of_ranks(rank_pool):
