@@ -36,7 +36,8 @@ class CallerConnection:
         # The gloo process group of all ranks for the launcher's own exchanges, which rank.py sets after
         # join_process_group; None before, or on one rank.
         self.side_group: Any = None
-        self.call_number: int | None = None  # None if no call is running
+        # The number of the running call, which rank.py sets; None if no call is running.
+        self.call_number: int | None = None
         self._cancelled: int | None = None  # the number of the call that the caller cancelled last
         # Number of progress bars of all calls: one that is closed late must not close a bar of the next call.
         self._bars = 0
@@ -85,14 +86,6 @@ class CallerConnection:
         call is running.
         """
         return self.call_number is not None and self._cancelled == self.call_number
-
-    def begin_call(self, number: int) -> None:
-        """Begin call ``number`` of the caller."""
-        self.call_number = number
-
-    def end_call(self) -> None:
-        """End the running call."""
-        self.call_number = None
 
     def open_bar(self, total: int | None, options: dict[str, Any]) -> int:
         """Report a progress bar, and return its number."""
