@@ -18,7 +18,7 @@ from typing import Any
 
 from para_core.launcher.errors import Cancelled
 from para_core.launcher.messages import RandomState, RankError
-from para_core.launcher.pickling import portable_exception
+from para_core.launcher.pickling import PortableException
 from para_core.launcher.wire import Body, Channel
 
 
@@ -134,7 +134,7 @@ class CallerConnection:
         error.__traceback__ = error.__cause__ = error.__context__ = None
         pickled = Body.of(RuntimeError(summary))
         # An exception whose constructor takes other arguments than its args cannot be loaded as it is.
-        for portable in (error, portable_exception(error)):
+        for portable in (error, PortableException(error)):
             # Pickling and loading call the exception's own methods.
             with suppress(Exception):
                 loadable = Body.of(portable)
