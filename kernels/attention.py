@@ -35,8 +35,8 @@ def attention(
     """Compute :func:`para_core.kernels.attention_reference.attention` in one launch, without a gradient.
 
     The dtypes are float16, bfloat16 and float32, head dims at most 256. Query, key and value are copied only
-    if the stride of their last dim is not 1. ``out`` and ``lse`` can be passed to the backward of PyTorch's
-    own kernels.
+    if the stride of their last dim is not 1, or their tokens are 2²⁴ elements apart. ``out`` and ``lse`` can
+    be passed to the backward of PyTorch's own kernels.
 
     Raises:
         TypeError: If the dtypes differ or are not supported.

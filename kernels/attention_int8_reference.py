@@ -59,7 +59,7 @@ def attention(
         scale=scale,
         out_dtype=torch.float32,
     )
-    mean = mean.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
+    mean = mean.repeat_interleave(query.shape[1] // max(1, key.shape[1]), dim=1)
     lse = lse + scale * (query.float() @ mean[..., None])[..., 0]
     if so_far is not None:
         earlier_out, earlier_lse = so_far

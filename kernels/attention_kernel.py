@@ -251,9 +251,8 @@ def attention_kernel(
       of 32 keys, for which BLOCK_N is a multiple of 32. With MASK_HAS_ROWS, ``mask`` has a row for each
       query.
     - With EIGHT_BITS, key_scales is ``[B, H_kv, S_k]`` and key_mean ``[B, H_kv, D_END]``, float32, contiguous.
-
-    Nothing checks that BLOCK_N keys of a head, or its values, lie within 2³¹ elements, 4 GiB in 16 bits:
-    offsets inside a tile are int32.
+    - BLOCK_N keys of a head, and its values, lie within 2³¹ elements: offsets inside a tile are int32, those of tiles
+      int64. For the columns of a mask, nothing checks it.
     """
     num_tiles = tl.cdiv(num_queries, BLOCK_M)
     tile = tl.program_id(0) % num_tiles

@@ -31,6 +31,8 @@ _SCHEMA = (
     "(Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? key_ranges, Tensor? out_so_far, "
     "Tensor? lse_so_far, bool is_causal, SymInt shift, float scale, ScalarType out_dtype) -> (Tensor, Tensor)"
 )
+# The kernel computes offsets inside a tile of keys, at most 128, in int32. Tokens that are further apart are copied.
+_FAR = 2**24
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -121,14 +123,9 @@ def launch_kernel(
         # A matrix product of 8-bit integers needs blocks of at least 32 head dims.
         key, key_scales, key_mean, least_block = rounded.key, rounded.scales, rounded.mean, 32
     query, key, value = _with_contiguous_rows(query), _with_contiguous_rows(key), _with_contiguous_rows(value)
-    mask = _readable(mask)
+    mask, kind_of_mask = _readable(mask)
     d, d_rest = split_head_dim(head_dim, least=least_block)
-    v, v_rest = split_head_dim(value.shape[-1])
-    # Config.split_values says why some GPUs need two blocks of values. Values that are two blocks already
-    # (v_rest > 0) stay so: the kernel reads no third one, and the first is then at most 128 wide, the block_m
-    # of those GPUs.
-    if config.split_values and v > config.block_m and v_rest == 0:
-        v = v_rest = v // 2
+    v, v_rest = split_value_dim(value.shape[-1], config)
     # Without an earlier result the kernel reads none, so its strides may be any.
     strides = [_strides(x)[:3] for x in (query, key, value, out if out_so_far is None else out_so_far, out)]
     unit = stride_unit(strides)
@@ -149,7 +146,7 @@ def launch_kernel(
             num_queries, key.shape[2], num_ranges, shift, abs(scale) * LOG2_E.value,
             HEADS=heads, GROUP=heads // key.shape[1],
             D=d, D_REST=d_rest, D_END=head_dim, V=v, V_REST=v_rest, V_END=value.shape[-1],
-            MASK=_constant_of(mask), MASK_HAS_ROWS=mask is not None and mask.shape[2] > 1, CAUSAL=is_causal,
+            MASK=kind_of_mask, MASK_HAS_ROWS=mask is not None and mask.shape[2] > 1, CAUSAL=is_causal,
             HAS_RANGES=key_ranges is not None, MANY_RANGES=key_ranges is not None and num_ranges != 1,
             CONTINUES=out_so_far is not None, NEGATIVE=scale < 0, EIGHT_BITS=rounded is not None, UNIT=unit,
             BLOCK_M=config.block_m, BLOCK_N=config.block_n, num_warps=config.num_warps, num_stages=config.num_stages,
@@ -157,26 +154,20 @@ def launch_kernel(
 
 
 def _with_contiguous_rows(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
+    return x if x.stride(3) == 1 and x.stride(2) < _FAR else x.contiguous()
 
 
-def _readable(mask: Tensor | None) -> Tensor | None:
-    """Return ``mask`` in a dtype that the kernel reads: int32 words of bits, bytes for bool, floats up to 32
-    bits. A float64 mask is copied, the others are views.
+def _readable(mask: Tensor | None) -> tuple[Tensor | None, str]:
+    """Return ``mask`` in a dtype that the kernel reads, and the kernel's constant MASK for it: int32 words of bits,
+    bytes for bool, floats up to 32 bits. A float64 mask is copied, the others are views.
     """
-    if mask is None or mask.dtype == torch.int32:
-        return mask
-    if mask.dtype == torch.bool:
-        return mask.view(torch.uint8)
-    return in_float32(mask)
-
-
-def _constant_of(mask: Tensor | None) -> str:
-    """Return the kernel's constant MASK for a mask of :func:`_readable`."""
     if mask is None:
-        return "none"
-    # Any other dtype holds numbers that are added to the scores.
-    return {torch.uint8: "bool", torch.int32: "bits"}.get(mask.dtype, "float")
+        return None, "none"
+    if mask.dtype == torch.int32:
+        return mask, "bits"
+    if mask.dtype == torch.bool:
+        return mask.view(torch.uint8), "bool"
+    return in_float32(mask), "float"
 
 
 def stride_unit(strides: Sequence[Sequence[int]]) -> int:
@@ -217,6 +208,18 @@ def split_head_dim(dim: int, *, least: int = 16) -> tuple[int, int]:
     if rest < first:
         return first, rest
     return 2 * first, 0
+
+
+def split_value_dim(dim: int, config: Config) -> tuple[int, int]:
+    """Split a head dim of values like :func:`split_head_dim`, and a single block also if :attr:`Config.split_values`
+    demands it.
+    """
+    first, rest = split_head_dim(dim)
+    # Two blocks stay as they are: the kernel reads no third one, and the first is then at most 128 wide, the
+    # block_m of the GPUs that need two.
+    if config.split_values and first > config.block_m and rest == 0:
+        return first // 2, first // 2
+    return first, rest
 
 
 def register(name: str, run: Callable[..., tuple[Tensor, Tensor]]) -> None:

@@ -63,7 +63,7 @@ def attention(
         and a finite lse.
     """
     dtype = torch.promote_types(query.dtype, torch.float32)
-    group = query.shape[1] // key.shape[1]
+    group = query.shape[1] // max(1, key.shape[1])
     key, value = (x.to(dtype).repeat_interleave(group, dim=1) for x in (key, value))
     if scale is None:
         scale = query.shape[-1] ** -0.5

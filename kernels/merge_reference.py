@@ -1,4 +1,4 @@
-"""Reference of merging partial attention results, in plain PyTorch."""
+"""Reference of merging partial attention results, in plain PyTorch. Tests: tests/kernels/test_small_kernels.py."""
 
 import torch
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""Reference, in plain PyTorch: the product of rows with a matrix."""
+"""Reference, in plain PyTorch: the product of rows with a matrix. Only tests/kernels/test_product.py calls it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Block sizes of kernels whose programs each read some rows of one head."""
+"""Block sizes of the kernels of merge.py and attention_int8.py whose programs each read some rows of one head."""
 
 from __future__ import annotations
 

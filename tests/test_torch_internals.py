@@ -151,11 +151,6 @@ def autocast_is_seen():
         return internals.is_any_autocast_enabled()
 
 
-def no_grad():
-    with torch.no_grad():
-        pass
-
-
 def level_of_forward_ad():
     with torch.autograd.forward_ad.dual_level():
         inside = internals.forward_ad_globals[internals.FORWARD_AD_LEVEL]
@@ -245,7 +240,7 @@ CANARIES = {
         autocast_is_seen() and not internals.is_any_autocast_enabled()
     ),
     "a reentrant checkpoint is not bound to the mode, and recomputes another function": lambda: (
-        internals.set_grad_enabled in functions_seen(no_grad)
+        internals.set_grad_enabled in functions_seen(torch.no_grad()(lambda: None))
     ),
     "tangents of attention over several ranks would be lost without an error": level_of_forward_ad,
     "a mask or condition that is changed in place is taken for the earlier one": version_counts,
@@ -263,9 +258,6 @@ CANARIES = {
 @pytest.mark.parametrize("without", CANARIES)
 def test_name_is_as_it_was(without):
     assert CANARIES[without](), f"{without}, because torch changed the name"
-
-
-# -- Process groups.
 
 
 @pytest.fixture

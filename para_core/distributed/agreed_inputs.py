@@ -1,4 +1,4 @@
-"""Hooks on model calls that agree on their inputs over the ranks, unless a caller has done so."""
+"""Hooks on model calls (of plans, of UNets) that agree on their inputs, unless ``adapters/parallel/call.py`` has."""
 
 from __future__ import annotations
 

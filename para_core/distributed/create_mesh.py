@@ -160,7 +160,7 @@ def _default_device_type() -> str:
         types = {device.type for device in group_devices(dist.group.WORLD)}
     if accelerator is not None and accelerator.type in types:
         return accelerator.type
-    # Also on a Mac: no backend of torch sends tensors of its device, mps.
+    # Also on a Mac with the backend "gloo", which sends no tensors of its device, mps.
     return "cpu"
 
 

@@ -35,23 +35,15 @@ def tensor_bytes(x: Tensor) -> Tensor:
     return x.as_strided(x.shape, (1,), x.storage_offset()).view(torch.uint8)
 
 
-def fingerprints(tensors: Sequence[Tensor]) -> list[str]:
-    """Return the fingerprint of each tensor: 16 hexadecimal digits that depend on its bytes in C order.
+class PendingFingerprints:
+    """The fingerprint of each of ``tensors``, as of now: 16 hexadecimal digits that depend on its bytes in C order.
+    Their devices compute while the host goes on.
 
     The shape, dtype, strides and device of a tensor do not matter. Every 8 bytes are mixed with their
     position to 64 random-looking bits, and these are summed. Two tensors of equal size with different bytes
     have the same fingerprint with probability 2^-64. Since bytes are compared, 0.0 and -0.0 differ, and NaNs
     with the same bits are equal. All devices return the same digits, because the mixing is integer
     arithmetic.
-
-    The host waits once for each device, to read 8 bytes per tensor. To wait later, use
-    :class:`PendingFingerprints`.
-    """
-    return PendingFingerprints(tensors).wait()
-
-
-class PendingFingerprints:
-    """Fingerprints of ``tensors``, as of now, that their devices compute while the host goes on.
 
     Later writes to the tensors do not matter, if they are queued on the current stream.
     """
@@ -75,7 +67,9 @@ class PendingFingerprints:
                 self._events.append(event)
 
     def wait(self) -> list[str]:
-        """Return the fingerprints in the order of the tensors; see :func:`fingerprints`."""
+        """Return the fingerprints in the order of the tensors. The host waits once for each device, to read 8 bytes
+        per tensor.
+        """
         for event in self._events:
             event.synchronize()
         digits = [""] * sum(map(len, self._indices.values()))
@@ -90,7 +84,7 @@ def joint_fingerprint(tensors: Sequence[Tensor]) -> Tensor:
     """Return one fingerprint of all ``tensors`` together, as an int64 tensor of shape ``[1]``.
 
     It depends on the bytes of the tensors and on their order, but not on their devices: like
-    :func:`fingerprints`, with positions that count the words of all tensors. Where one tensor ends and the
+    :class:`PendingFingerprints`, with positions that count the words of all tensors. Where one tensor ends and the
     next begins is not part of it. It is much cheaper than a fingerprint for each of many small tensors, which
     share a launch. If all tensors are on one device, so is the result, and the host does not wait. Without
     any bytes the result is 0 on the CPU.

@@ -1,7 +1,7 @@
 """Process groups: those of CPU tensors beside a mesh dim's own, and those that this package creates and finds again.
 
-The groups of a mesh itself are made in :mod:`.create_mesh`. :mod:`.collectives` sends the bytes of agreements
-over :func:`host_group`; sharded weights, rows of images and :mod:`.point_to_point` call
+The groups of a mesh itself are made in :mod:`.create_mesh`. :mod:`.agree` sends the bytes of agreements over
+:func:`host_group`; sharded weights, rows of images and :mod:`.point_to_point` call
 :func:`find_or_make_group`. Tests: tests/distributed/test_mesh.py and tests/adapters/parallel/test_undo.py.
 """
 
@@ -20,6 +20,7 @@ from para_core.torch_internals import (
     backend_of,
     group_devices,
     group_timeout,
+    is_registered,
     new_process_group,
     process_groups,
 )
@@ -44,7 +45,8 @@ def host_group(dim: MeshDim) -> ProcessGroup:
     ``destroy_process_group()`` destroys it.
 
     Raises:
-        ValueError: ``dim`` has no group: it has one rank, or this rank is not one of its ranks.
+        ValueError: ``dim`` has no group: it has one rank, or this rank is not one of its ranks. Or its group,
+            which has no CPU backend, was destroyed.
     """
     group = dim.group
     if group is None:
@@ -52,6 +54,10 @@ def host_group(dim: MeshDim) -> ProcessGroup:
     devices = group_devices(group)
     if any(device.type == "cpu" for device in devices):
         return group
+    if not is_registered(group):
+        raise ValueError(
+            f"the process group of mesh dim {dim.name!r} was destroyed. Make the mesh again after init_process_group()."
+        )
     return find_or_make_group(
         f"CPU tensors beside group {dim.group_name}",
         dist.get_process_group_ranks(group),

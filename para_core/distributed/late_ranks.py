@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -82,16 +82,15 @@ def wait_for_late_ranks(
         return
     begun = time.monotonic() - PATIENCE.total_seconds()
     timeout = group_timeout(group, torch.device("cpu")).total_seconds()
-    members = dist.get_process_group_ranks(group)
-    looks, rank, late, key = _looks(timeout), dist.get_rank(), list[int](), _store_key(dist.get_rank())
-    ask_store(lambda store: store.set(key, call), None, _ANSWER)
+    members, rank = dist.get_process_group_ranks(group), dist.get_rank()
+    looks, late = _looks(timeout), dict[int, str]()
+    ask_store(lambda store: store.set(_store_key(rank), call), None, _ANSWER)
     try:
         for seconds in looks:
             # torch waits without end if it is told to wait for 0 s.
             if _has_ended(work, timedelta(seconds=max(0.01, begun + seconds - time.monotonic()))):
                 return
-            calls = ask_store(lambda store: _calls_of(store, members), dict.fromkeys(members, call), _ANSWER)
-            late = [other for other in members if other != rank and calls.get(other) != call]
+            late = _late_ranks(members, call)
             # What the last look finds is said by the error that follows.
             if late and seconds < looks[-1] and rank == min(set(members) - set(late)):
                 logger.warning(
@@ -101,7 +100,7 @@ def wait_for_late_ranks(
                     rank,
                     time.monotonic() - begun,
                     call,
-                    _name_ranks(late, calls),
+                    ", ".join(late.values()),
                     timeout,
                 )
         work.wait()
@@ -109,13 +108,13 @@ def wait_for_late_ranks(
         if not late or not is_out_of_patience(failure):
             raise
         raise Unanswered(
-            f"{call} waited {timeout:g} s for {_name_ranks(late, calls)}: of the {dim.size} ranks of mesh dim "
+            f"{call} waited {timeout:g} s for {', '.join(late.values())}: of the {dim.size} ranks of mesh dim "
             f"{dim.name!r}, these did not make this call. Every rank must make it, not one under 'if rank == 0'; any "
             "rank may use the result. If a rank raised an exception or died before it, its log has the reason; if it "
             "was slow, set a larger timeout=."
         ) from failure
     finally:
-        ask_store(lambda store: store.delete_key(key), False, _ANSWER)
+        ask_store(lambda store: store.delete_key(_store_key(rank)), False, _ANSWER)
 
 
 def _is_running(work: Any, error: RuntimeError) -> bool:
@@ -156,6 +155,20 @@ def _store_key(rank: int) -> str:
     return f"para_core/waiting/{rank}"
 
 
+def _late_ranks(members: Sequence[int], call: str) -> dict[int, str]:
+    """Return the other ``members`` that do not wait in ``call``, each with its name for a message, which says where it
+    waits instead. There are none if torch's store does not answer.
+    """
+    calls = ask_store(lambda store: _calls_of(store, members), dict.fromkeys(members, call), _ANSWER)
+    late = dict[int, str]()
+    for rank in members:
+        if rank != dist.get_rank() and calls.get(rank) != call:
+            late[rank] = f"rank {rank}"
+            if rank in calls:
+                late[rank] += f" (which waits in {calls[rank]})"
+    return late
+
+
 def _calls_of(store: Any, ranks: Sequence[int]) -> dict[int, str]:
     """Return the calls in which ``ranks`` wait.
     A rank that does not wait, or only since a moment, is left out.
@@ -165,11 +178,3 @@ def _calls_of(store: Any, ranks: Sequence[int]) -> dict[int, str]:
     absent = "no call"
     calls = {rank: store.compare_set(_store_key(rank), absent, absent).decode() for rank in ranks}
     return {rank: call for rank, call in calls.items() if call != absent}
-
-
-def _name_ranks(late: Sequence[int], calls: Mapping[int, str]) -> str:
-    """Return the numbers of the ``late`` ranks, with the calls in which they wait instead."""
-    texts = {rank: f"rank {rank}" for rank in late}
-    for rank in texts.keys() & calls.keys():
-        texts[rank] += f" (which waits in {calls[rank]})"
-    return ", ".join(texts.values())

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -129,34 +129,36 @@ class Links:
         """
         # Any mesh in which these ranks are the only dim with several ranks does for the exchange.
         mesh = replace(one_guided_rank(self._device.type), pipe=self.dim)
-        started = [self._started[edge] for edge in self._edges]
         # Other Links between the same ranks share the communicators, and may have destroyed these.
         broken = self._broken or not all(map(is_registered, self._groups.values()))
-        records = exchange({"broken": broken, "started": started}, mesh)
-        counts = {
-            edge: (records[edge[0]]["started"][number], records[edge[1]]["started"][number])
-            for number, edge in enumerate(self._edges)
-        }
-        if not any(record["broken"] for record in records) and all(
+        started = {edge: self._started[edge] for edge in self._edges}
+        records = exchange((broken, started), mesh)
+        counts = {edge: tuple([records[rank][1][edge] for rank in edge]) for edge in self._edges}
+        if not any(broken for broken, _ in records) and all(
             sent == received for sent, received in counts.values()
         ):
             return
-        # With gloo, wait for the transfers that both ranks of their edge have started. Drop the others.
+        self._drop_transfers(counts)
+        self._abort()
+        self._reconnect(mesh)
+
+    def _drop_transfers(self, counts: Mapping[Edge, tuple[int, ...]]) -> None:
+        """Forget all transfers. With gloo, wait before for those that both ranks of their edge have started: ``counts``
+        are the numbers of transfers that these two have.
+        """
         if self._nccl_device is None:
             for transfer in [*self._outgoing, *self._incoming.values()]:
                 if transfer.number < min(counts[transfer.edge]):
-                    self.wait(transfer.work)
+                    self._wait(transfer.work)
         self._outgoing.clear()
         self._incoming.clear()
-        self._abort()
-        self._reconnect(mesh)
 
     def _reconnect(self, mesh: GuidedMesh) -> None:
         """Connect the ranks of all edges by a tag or communicators that were never used before. Collective.
 
         Communicators that another ``Links`` object has made since on both ranks of an edge are used, too.
         """
-        numbers = [self._group_number(edge) for edge in self._edges]
+        numbers = {edge: self._group_number(edge) for edge in self._edges}
         new = 0
         if self.dim.index == 0:
             # This number was never used before in this job, on any rank. The fake backend, which sends
@@ -164,9 +166,9 @@ class Links:
             new = 1 if dist.get_backend() == "fake" else default_store().add("para_core: links", 1)
         records = exchange({"numbers": numbers, "new": new}, mesh)
         self._tag = records[0]["new"]
-        for number, edge in enumerate(self._edges):
+        for edge in self._edges:
             if self.dim.index in edge:
-                first, second = (records[rank]["numbers"][number] for rank in edge)
+                first, second = (records[rank]["numbers"][edge] for rank in edge)
                 self._connect(edge, first if first == second and first > 0 else self._tag)
         self._started.clear()
         self._broken = False
@@ -293,14 +295,14 @@ class Links:
         if count is not None:
             num_waited = min(count - first, num_waited)
         for _ in range(num_waited):
-            self.wait(self._outgoing.popleft().work)
+            self._wait(self._outgoing.popleft().work)
 
     def finish(self, transfer: _Transfer) -> None:
         """Wait until the tensor of a receiving ``transfer`` has arrived."""
-        self.wait(transfer.work)
+        self._wait(transfer.work)
         self._incoming.pop((transfer.edge, transfer.number), None)
 
-    def wait(self, work: dist.Work) -> None:
+    def _wait(self, work: dist.Work) -> None:
         """Wait until ``work`` has ended, at most for the timeout of the group; on NCCL the current stream waits."""
         if self._nccl_device is not None:
             work.wait()  # The host does not wait on NCCL.

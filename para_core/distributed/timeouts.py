@@ -86,28 +86,9 @@ def override_timeouts(
     def undo() -> None:
         alive = [group for group in changed if dist.is_initialized() and is_registered(group)]
         for group in alive:
-            overrides = _OVERRIDES.get(group)
-            if overrides is None or override not in overrides.active:
-                # An earlier call of undo() has restored this group, but failed at a later group.
-                continue
-            others = {other: value for other, value in overrides.active.items() if other is not override}
-            remaining = _Overrides(overrides.initial, others)
-            if group_timeout(group) == overrides.timeout:
-                set_group_timeout(group, remaining.timeout)
-            # Remove the override only now, so that a second call of undo() repeats a step that failed.
-            del overrides.active[override]
-            if not overrides.active:
-                del _OVERRIDES[group]
-        if not alive:
-            return
-        first = _OVERRIDES.get(alive[0], _Overrides(group_timeout(alive[0])))
-        for group in groups_among(ranks):
-            overrides = _OVERRIDES.get(group)
-            if overrides is None and group_timeout(group) == timeout:
-                set_group_timeout(group, group_timeout(alive[0]))
-            elif overrides is not None and group not in changed and overrides.initial == timeout:
-                # Created during this call, and overridden by a later call that is still active.
-                overrides.initial = first.initial
+            _remove(override, group)
+        if alive:
+            _restore_created(set(groups_among(ranks)) - set(changed), timeout, alive[0])
 
     try:
         for group in groups:
@@ -120,3 +101,30 @@ def override_timeouts(
         undo()
         raise
     return undo
+
+
+def _remove(override: object, group: ProcessGroup) -> None:
+    """Set the timeout that ``group`` has without ``override``."""
+    overrides = _OVERRIDES.get(group)
+    if overrides is None or override not in overrides.active:
+        # An earlier call of undo() has restored this group, but failed at a later group.
+        return
+    others = {other: value for other, value in overrides.active.items() if other is not override}
+    if group_timeout(group) == overrides.timeout:
+        set_group_timeout(group, _Overrides(overrides.initial, others).timeout)
+    # Remove the override only now, so that a second call of undo() repeats a step that failed.
+    del overrides.active[override]
+    if not overrides.active:
+        del _OVERRIDES[group]
+
+
+def _restore_created(created: Collection[ProcessGroup], timeout: timedelta, like: ProcessGroup) -> None:
+    """Let those of the groups ``created`` that inherited ``timeout`` have the restored timeout of ``like``."""
+    initial = _OVERRIDES.get(like, _Overrides(group_timeout(like))).initial
+    for group in created:
+        overrides = _OVERRIDES.get(group)
+        if overrides is None and group_timeout(group) == timeout:
+            set_group_timeout(group, group_timeout(like))
+        elif overrides is not None and overrides.initial == timeout:
+            # Created during the call, and overridden by a later call that is still active.
+            overrides.initial = initial

@@ -99,35 +99,36 @@ class Relay:
             # A combined pipeline passes its callbacks on to inner ones, which call them with themselves.
             if any(value is inner for value in args):
                 pipe = inner
-        # The order of these tensors numbers them: the caller counts them in the same order (run_callback).
-        tensors = list[Any]()
-
-        def send(value: Any) -> Any:
-            if value is pipe:
-                return PipeArgument()
-            if _is_tensor(value):
-                tensors.append(value)
-            return value
-
+        sent_args, sent_kwargs = _map_nested(
+            (args, kwargs), lambda value: PipeArgument() if value is pipe else value
+        )
         arguments = CallbackArguments(
-            _map_nested(args, send),
-            _map_nested(kwargs, send),
-            readable_attributes(pipe),
-            random_state_of_rank(self._generators),
+            sent_args, sent_kwargs, readable_attributes(pipe), random_state_of_rank(self._generators)
         )
         if self._connection.rank == 0:
-            self._connection.report("callback", self._name, body=Body.of(arguments))
+            self._connection.report("callback", self._name, body=_body_of(arguments))
         reply: CallbackReply = self._connection.replies.get().load()
         if reply.raised:
             raise Cancelled("the callback raised in the caller.")
         set_random_state(reply.random)
         for generator, state in zip(self._generators, reply.random.generators, strict=False):
             generator.set_state(state)
+        tensors = _tensors_in((args, kwargs))
         for index, changed in reply.edits.items():
             _assign(tensors[index], changed)
         for name, value in reply.attributes.items():
             setattr(pipe, name, value)
         return _map_nested(reply.returned, lambda value: _value_on_rank(value, tensors))
+
+
+def _body_of(arguments: CallbackArguments) -> Body:
+    """Return the pickled arguments, or the reason why they cannot be sent: the caller raises it, and answers all ranks,
+    of which this one must not raise alone.
+    """
+    try:
+        return Body.of(arguments)
+    except (TypeError, OSError) as error:
+        return Body.of(error)
 
 
 def _assign(tensor: Any, changed: Any) -> None:
@@ -208,32 +209,22 @@ def _not_here(name: str) -> str:
 def run_callback(
     callback: Callable[..., Any], body: Body, seeds: CallerSeeds, generators: Sequence[Any]
 ) -> CallbackReply:
-    """Run a callback with the arguments that a rank sent, and return its effect.
+    """Run a callback with the arguments that a rank sent, and return its effect. Raise what the callback raises, or the
+    reason why the rank could not send the arguments.
 
     ``generators`` are those among the call's arguments. They, and the default generator, continue from the
     rank's.
     """
-    arguments: CallbackArguments = body.load()
+    arguments = body.load()
+    if isinstance(arguments, Exception):
+        raise arguments
     # A second copy, to see which tensors the callback changes in place.
     unchanged: CallbackArguments = body.load()
-    pipe, sent = CallbackPipe(arguments.attributes), list[Any]()
-
-    def receive(value: Any) -> Any:
-        if isinstance(value, PipeArgument):
-            return pipe
-        if _is_tensor(value):
-            sent.append(value)
-        return value
-
-    args, kwargs = _map_nested(arguments.args, receive), _map_nested(arguments.kwargs, receive)
-    originals = list[Any]()
-
-    def collect(value: Any) -> Any:
-        if _is_tensor(value):
-            originals.append(value)
-        return value
-
-    _map_nested((unchanged.args, unchanged.kwargs), collect)
+    sent, originals = (_tensors_in((x.args, x.kwargs)) for x in (arguments, unchanged))
+    pipe = CallbackPipe(arguments.attributes)
+    args, kwargs = _map_nested(
+        (arguments.args, arguments.kwargs), lambda value: pipe if isinstance(value, PipeArgument) else value
+    )
     seeds.continue_from(arguments.random, generators)
     try:
         returned = callback(*args, **kwargs)
@@ -260,6 +251,19 @@ def _is_tensor(value: Any) -> bool:
     import torch
 
     return isinstance(value, torch.Tensor)
+
+
+def _tensors_in(value: Any) -> list[Any]:
+    """Return the tensors in nested tuples, lists and dicts, in the order by which both ends number them."""
+    tensors = list[Any]()
+
+    def collect(item: Any) -> Any:
+        if _is_tensor(item):
+            tensors.append(item)
+        return item
+
+    _map_nested(value, collect)
+    return tensors
 
 
 def _map_nested(value: Any, convert: Callable[[Any], Any]) -> Any:

@@ -18,7 +18,7 @@ from typing import Any
 
 from para_core.launcher.errors import Cancelled
 from para_core.launcher.messages import RandomState, RankError
-from para_core.launcher.pickling import portable_exception
+from para_core.launcher.pickling import PortableException
 from para_core.launcher.wire import Body, Channel
 
 
@@ -36,7 +36,8 @@ class CallerConnection:
         # The gloo process group of all ranks for the launcher's own exchanges, which rank.py sets after
         # join_process_group; None before, or on one rank.
         self.side_group: Any = None
-        self.call_number: int | None = None  # None if no call is running
+        # The number of the running call, which rank.py sets; None if no call is running.
+        self.call_number: int | None = None
         self._cancelled: int | None = None  # the number of the call that the caller cancelled last
         # Number of progress bars of all calls: one that is closed late must not close a bar of the next call.
         self._bars = 0
@@ -86,14 +87,6 @@ class CallerConnection:
         """
         return self.call_number is not None and self._cancelled == self.call_number
 
-    def begin_call(self, number: int) -> None:
-        """Begin call ``number`` of the caller."""
-        self.call_number = number
-
-    def end_call(self) -> None:
-        """End the running call."""
-        self.call_number = None
-
     def open_bar(self, total: int | None, options: dict[str, Any]) -> int:
         """Report a progress bar, and return its number."""
         self._bars += 1
@@ -141,7 +134,7 @@ class CallerConnection:
         error.__traceback__ = error.__cause__ = error.__context__ = None
         pickled = Body.of(RuntimeError(summary))
         # An exception whose constructor takes other arguments than its args cannot be loaded as it is.
-        for portable in (error, portable_exception(error)):
+        for portable in (error, PortableException(error)):
             # Pickling and loading call the exception's own methods.
             with suppress(Exception):
                 loadable = Body.of(portable)

@@ -12,8 +12,8 @@ import contextvars
 import os
 import threading
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -178,6 +178,51 @@ class LaunchState:
             Cancelled, RankDied, Exception: As :meth:`RunningCall.wait`.
         """
         self.check_caller()
+        with self._turn_of(ticket):
+            group = self.start_if_ended()
+            if function is None:
+                args, kwargs = name_callbacks(args, kwargs, self.pipe.parameters)
+            kwargs, callbacks = take_out_callbacks(kwargs)
+            generators = generators_in((args, kwargs))
+            call = Call(
+                function=function,
+                args=args,
+                kwargs=kwargs,
+                random=self.seeds.state_for_call(),
+                thread=current_state(),
+                generators=generators,
+                callbacks=tuple(callbacks),
+                linked=listener is not None,
+            )
+            body = Body.of(call, self.by_value)
+            self.calls += 1
+            self.changed |= changes
+            display = self.options.display()
+            self._tell_of_cuda(display, generators)
+            running = RunningCall(
+                group,
+                self.calls,
+                display,
+                self.options.silence,
+                callbacks,
+                listener,
+                finishes_step=self.options.finishes_step,
+                randomness=(self.seeds, generators),
+            )
+            ticket.running = running
+            try:
+                outcomes = self._send_and_wait(ticket, group, running, everywhere, body)
+            finally:
+                display.close()
+                if running.random is not None:
+                    self.seeds.continue_from(running.random, generators)
+            _raise_error_of(outcomes)
+            results = [outcome.value for outcome in outcomes]
+            return results if everywhere else results[0]
+
+    @contextmanager
+    def _turn_of(self, ticket: Ticket) -> Iterator[None]:
+        """Wait for the turn of ``ticket``, and inside the context let it be the running call."""
         with self.turn:
             if self.closed:
                 raise RuntimeError("the pipeline is closed. restart() starts its ranks again.")
@@ -185,61 +230,9 @@ class LaunchState:
                 raise Cancelled("cancelled before it began.")
             self.current, self.thread = ticket, threading.get_ident()
             try:
-                return self._call(ticket, function, args, kwargs, everywhere, changes, listener)
+                yield
             finally:
                 self.current = self.thread = ticket.running = None
-
-    def _call(
-        self,
-        ticket: Ticket,
-        function: Any,
-        args: Any,
-        kwargs: Any,
-        everywhere: bool,
-        changes: bool,
-        listener: Callable[[Any], None] | None,
-    ) -> Any:
-        """Return the result of :meth:`call`. The caller has the turn."""
-        group = self.start_if_ended()
-        if function is None:
-            args, kwargs = name_callbacks(args, kwargs, self.pipe.parameters)
-        kwargs, callbacks = take_out_callbacks(kwargs)
-        generators = generators_in((args, kwargs))
-        call = Call(
-            function=function,
-            args=args,
-            kwargs=kwargs,
-            random=self.seeds.state_for_call(),
-            thread=current_state(),
-            generators=generators,
-            callbacks=tuple(callbacks),
-            linked=listener is not None,
-        )
-        body = Body.of(call, self.by_value)
-        self.calls += 1
-        self.changed |= changes
-        display = self.options.display()
-        self._tell_of_cuda(display, generators)
-        running = RunningCall(
-            group,
-            self.calls,
-            display,
-            self.options.silence,
-            callbacks,
-            listener,
-            finishes_step=self.options.finishes_step,
-            randomness=(self.seeds, generators),
-        )
-        ticket.running = running
-        try:
-            outcomes = self._send_and_wait(ticket, group, running, everywhere, body)
-        finally:
-            display.close()
-            if running.random is not None:
-                self.seeds.continue_from(running.random, generators)
-        _raise_error_of(outcomes)
-        results = [outcome.value for outcome in outcomes]
-        return results if everywhere else results[0]
 
     def _send_and_wait(
         self, ticket: Ticket, group: RankGroup, running: RunningCall, everywhere: bool, body: Body

@@ -69,17 +69,9 @@ class HostAgent:
             environment[_SECRET_NAME] = secret.hex()
             self._processes[rank] = start_process(_MAIN, arguments, environment, shown=rank == 0)
 
-    def wait(self, rank: int, seconds: float) -> bool:
-        """Wait as :meth:`LocalProcess.wait` does."""
-        return self._processes[rank].wait(seconds)
-
-    def kill(self, rank: int) -> None:
-        """End the process of a rank."""
-        self._processes[rank].kill()
-
-    def describe_end(self, rank: int) -> str:
-        """Return how the process of a rank ended."""
-        return self._processes[rank].describe_end()
+    def ask(self, rank: int, method: str, *args: Any) -> Any:
+        """Return what a method of the rank's :class:`LocalProcess` returns."""
+        return getattr(self._processes[rank], method)(*args)
 
 
 class RemoteProcess:
@@ -93,15 +85,15 @@ class RemoteProcess:
         Return whether it has; also if its host is lost.
         """
         seconds = max(seconds, 0.0)
-        return bool(self._ask("wait", self._rank, seconds, seconds=seconds, otherwise=True))
+        return bool(self._ask("wait", seconds, seconds=seconds, otherwise=True))
 
     def kill(self) -> None:
         """End the process, unless its host is lost."""
-        self._ask("kill", self._rank, otherwise=None)
+        self._ask("kill", otherwise=None)
 
     def describe_end(self) -> str:
         """Return how the process ended."""
-        return str(self._ask("describe_end", self._rank, otherwise="was lost with its host."))
+        return str(self._ask("describe_end", otherwise="was lost with its host."))
 
     def _ask(self, method: str, *args: Any, seconds: float = 0.0, otherwise: Any) -> Any:
         """Return the answer of the agent, which may wait for ``seconds`` first; ``otherwise`` if its host is
@@ -110,7 +102,7 @@ class RemoteProcess:
         import ray
 
         try:
-            return ray.get(getattr(self._agent, method).remote(*args), timeout=seconds + 30.0)
+            return ray.get(self._agent.ask.remote(self._rank, method, *args), timeout=seconds + 30.0)
         except ray.exceptions.RayTaskError:
             raise
         except ray.exceptions.RayError:
@@ -174,23 +166,7 @@ def start_ranks_on_hosts(ranks: int, hosts: int, timeout: float, env: Mapping[st
         # One at a time, so that those before one that raises are ended below.
         for host_index in range(hosts):
             agents.append(_start_agent(ray, placement, host_index, bundle))
-        secret = secrets.token_bytes(_SECRET)
-        with socket.create_server(("", 0)) as server:
-            caller = ray.util.get_node_ip_address(), server.getsockname()[1]
-            starts = [
-                agent.start.remote(host * per_host, per_host, ranks, caller, secret, dict(env))
-                for host, agent in enumerate(agents)
-            ]
-            try:
-                ray.get(starts, timeout=max(0.0, end - time.monotonic()))
-                host = ray.get(agents[0].address.remote(), timeout=max(0.0, end - time.monotonic()))
-            except ray.exceptions.RayError as error:
-                raise RuntimeError(
-                    f"the ranks did not start on all hosts within {timeout:g} s: para_core must be installed on every "
-                    f"host. The cause is Ray's {type(error).__name__}."
-                ) from error
-            members = [RemoteProcess(agents[rank // per_host], rank) for rank in range(ranks)]
-            channels = _accept_ranks(server, members, secret, end - time.monotonic())
+        members, channels, host = _start_ranks(ray, agents, per_host, env, timeout, end)
         return _HostsGroup(agents, placement, members, channels, host)
     except BaseException:
         # The ranks that agents have started end by themselves, because they lose their parent
@@ -199,6 +175,32 @@ def start_ranks_on_hosts(ranks: int, hosts: int, timeout: float, env: Mapping[st
             ray.kill(agent)
         ray.util.remove_placement_group(placement)
         raise
+
+
+def _start_ranks(
+    ray: Any, agents: Sequence[Any], per_host: int, env: Mapping[str, str], timeout: float, end: float
+) -> tuple[list[RankProcess], list[Channel], str]:
+    """Let each agent start ``per_host`` ranks, and return these, their channels, and the address of the first host.
+
+    Raise RuntimeError if one does not start or connect within ``timeout`` seconds, which are over at ``end``.
+    """
+    ranks, secret = per_host * len(agents), secrets.token_bytes(_SECRET)
+    with socket.create_server(("", 0)) as server:
+        caller = ray.util.get_node_ip_address(), server.getsockname()[1]
+        starts = [
+            agent.start.remote(index * per_host, per_host, ranks, caller, secret, dict(env))
+            for index, agent in enumerate(agents)
+        ]
+        try:
+            ray.get(starts, timeout=max(0.0, end - time.monotonic()))
+            host: str = ray.get(agents[0].address.remote(), timeout=max(0.0, end - time.monotonic()))
+        except ray.exceptions.RayError as error:
+            raise RuntimeError(
+                f"the ranks did not start on all hosts within {timeout:g} s: para_core must be installed on every "
+                f"host. The cause is Ray's {type(error).__name__}."
+            ) from error
+        members: list[RankProcess] = [RemoteProcess(agents[rank // per_host], rank) for rank in range(ranks)]
+        return members, _accept_ranks(server, members, secret, end - time.monotonic()), host
 
 
 def connect_to_ray() -> Any:

@@ -1,18 +1,10 @@
-"""The connection of a function that runs on a rank to the caller of the ranks."""
+"""The connection of a function that runs on a rank, such as those of ``fleet/rank.py``, to the caller of the ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
-
-
-def _ignore(value: Any) -> None:
-    pass
-
-
-def _is_never_cancelled() -> bool:
-    return False
 
 
 @dataclass(frozen=True)
@@ -25,8 +17,8 @@ class CallerLink:
             so they must agree on the answer of the first rank before they stop.
     """
 
-    push: Callable[[Any], None] = _ignore
-    cancelled: Callable[[], bool] = _is_never_cancelled
+    push: Callable[[Any], None] = lambda value: None
+    cancelled: Callable[[], bool] = lambda: False
 
 
 NO_CALLER = CallerLink()

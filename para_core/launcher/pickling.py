@@ -27,9 +27,9 @@ except ModuleNotFoundError:
 _Base: Any = pickle.Pickler if cloudpickle is None else cloudpickle.Pickler
 # Modes of PIL images whose pixels are plain bytes.
 _IMAGE_MODES = ("L", "RGB", "RGBA")
-# cloudpickle keeps one registry of modules for the whole process. Held during dump(): a dump inside of a dump
-# must not pass by_value, or it waits for itself.
-_registry_lock = threading.Lock()
+# cloudpickle keeps one registry of modules for the whole process. Held during dump(), which a value's own method
+# may call again.
+_registry_lock = threading.RLock()
 
 
 class _Pickler(_Base):  # type: ignore[misc]
@@ -75,16 +75,10 @@ def _set_once(cls: type, state: tuple[Callable[[type, Any], Any], Any]) -> None:
         _known_classes.add(cls)
 
 
-def portable_exception(error: BaseException) -> Any:
-    """Return a value that is loaded as ``error``, whatever arguments the constructor of its class takes.
-
-    Attributes that cannot be pickled are left out.
+class PortableException:
+    """A stand-in for an exception, which is loaded as that exception, whatever arguments the constructor of its class
+    takes. Attributes that cannot be pickled are left out.
     """
-    return _PortableException(error)
-
-
-class _PortableException:
-    """A stand-in for an exception, which is loaded as that exception."""
 
     def __init__(self, error: BaseException) -> None:
         self._error = error
@@ -118,7 +112,7 @@ def _can_be_pickled(value: Any) -> bool:
 def _reduce_tensor(torch: Any, value: Any) -> Any:
     """Return the reduction of a tensor to bytes of the CPU. Memory that several tensors share is sent for each."""
     if type(value) is torch.nn.Parameter:
-        return _load_parameter, (value.data, value.requires_grad)
+        return torch.nn.Parameter, (value.data, value.requires_grad)
     plain = type(value) is torch.Tensor and value.layout is torch.strided
     if not plain or value.is_meta or value.is_quantized or value.is_nested:
         return NotImplemented
@@ -142,12 +136,6 @@ def _load_tensor(dtype: str, shape: tuple[int, ...], buffer: Any) -> Any:
     if len(buffer) > 0:
         flat = torch.frombuffer(buffer, dtype=torch.uint8)
     return flat.view(getattr(torch, dtype)).reshape(shape)
-
-
-def _load_parameter(data: Any, requires_grad: bool) -> Any:
-    import torch
-
-    return torch.nn.Parameter(data, requires_grad)
 
 
 def _load_generator(device: str, state: Any) -> Any:

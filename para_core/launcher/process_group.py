@@ -18,10 +18,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-# The backends of the default group on a host with GPUs. torch's own choice there is "cuda:nccl" alone, and a
-# ``load`` may also ask for collectives of CPU tensors.
-_BACKENDS_WITH_GPU = "cpu:gloo,cuda:nccl"
-
 
 def join_process_group(
     rank: int, ranks: int, host: str, exchange_port: Callable[[int | None], int], timeout: timedelta
@@ -41,7 +37,6 @@ def join_process_group(
             ranks, by the others with None. Blocks until the port is known, and returns it.
         timeout: The timeout of the store and of both groups.
     """
-    backend = None
     if torch.cuda.is_available():
         local_rank, gpus = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
         if int(os.environ["LOCAL_WORLD_SIZE"]) > gpus:
@@ -50,18 +45,31 @@ def join_process_group(
             )
         # Select it before anything initializes CUDA, so that ``.to("cuda")`` means this rank's GPU.
         torch.cuda.set_device(local_rank)
-        backend = _BACKENDS_WITH_GPU
     if rank == 0:
         store = TCPStore(host, 0, ranks, is_master=True, timeout=timeout, wait_for_workers=False)
         exchange_port(store.port)
     else:
         store = TCPStore(host, exchange_port(None), ranks, is_master=False, timeout=timeout)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=timeout)
+    backends = _backends_of(torch.accelerator.current_accelerator(check_available=True))
+    dist.init_process_group(backends, store=store, rank=rank, world_size=ranks, timeout=timeout)
     if ranks == 1:
         return None
     # A group of its own, so that the launcher's exchanges do not mix with collectives of the pipeline.
     group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timeout)
     return group
+
+
+def _backends_of(accelerator: torch.device | None) -> str:
+    """Return the backends of the default group on a host with this accelerator. torch's own choice is that of
+    the accelerator alone, and a ``load`` may also ask for collectives of CPU tensors.
+
+    >>> [_backends_of(device) for device in (None, torch.device("cuda"), torch.device("mps"))]
+    ['cpu:gloo', 'cpu:gloo,cuda:nccl', 'cpu:gloo']
+    """
+    # torch names gloo for Apple's GPU, whose tensors gloo does not send.
+    if accelerator is None or accelerator.type == "mps":
+        return "cpu:gloo"
+    return f"cpu:gloo,{accelerator.type}:{dist.get_default_backend_for_device(accelerator)}"
 
 
 @contextmanager
@@ -131,7 +139,7 @@ def _has_backends(config: str, backend: str | None, gpu: int | None) -> bool:
 
     A name without a device means the backend of the GPU, unless ``gpu``, the index of this rank's, is None.
 
-    >>> [_has_backends(_BACKENDS_WITH_GPU, name, 0) for name in ("nccl", "cuda:nccl,cpu:gloo", "gloo")]
+    >>> [_has_backends("cpu:gloo,cuda:nccl", name, 0) for name in ("nccl", "cuda:nccl,cpu:gloo", "gloo")]
     [True, True, False]
     >>> [_has_backends("cpu:gloo", name, None) for name in ("gloo", "nccl")]
     [True, False]

@@ -129,7 +129,7 @@ def _run_calls(connection: CallerConnection, pipe: Any) -> None:
         if kind == "close":
             return
         number, everywhere = head
-        connection.begin_call(number)
+        connection.call_number = number
         call = None
         try:
             call = body.load()
@@ -140,7 +140,7 @@ def _run_calls(connection: CallerConnection, pipe: Any) -> None:
             )
         else:
             connection.channel.send(("result", connection.rank, number), _body_of(outcome))
-        connection.end_call()
+        connection.call_number = None
         # The memory of arguments and results is released before the next call, not after it.
         body = outcome = call = None
 

@@ -175,20 +175,19 @@ class Channel:
         """Return the next message. Its parts come as :meth:`send` sends them: header, sizes, head, pickle,
         and the buffers if they follow in the stream.
         """
-        start, fds = b"", list[int]()
+        # The body owns its descriptor at once, which it closes if the rest of the message does not come.
+        start, body = b"", Body(b"")
         if self._shares_memory:
             start, fds, _, _ = socket.recv_fds(self._sock, _HEADER.size, 1)
-            if not start:
-                raise EOFError
+            body.storage = fds[0] if fds else None
         header = start + self._receive_exactly(_HEADER.size - len(start))
         head_size, data_size, count, inline = _HEADER.unpack(header)
-        sizes = struct.unpack(f"<{count}Q", self._receive_exactly(8 * count))
+        body.sizes = list(struct.unpack(f"<{count}Q", self._receive_exactly(8 * count)))
         head = pickle.loads(self._receive_exactly(head_size))
-        data = bytes(self._receive_exactly(data_size))
-        storage: int | bytearray | None = fds[0] if fds else None
+        body.data = bytes(self._receive_exactly(data_size))
         if inline:
-            storage = self._receive_exactly(sum(map(_aligned_size, sizes)))
-        return head, Body(data, sizes, storage)
+            body.storage = self._receive_exactly(sum(map(_aligned_size, body.sizes)))
+        return head, body
 
     def _receive_exactly(self, size: int) -> bytearray:
         """Return the next ``size`` bytes. Raise EOFError if the connection ends before."""

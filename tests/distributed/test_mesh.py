@@ -218,12 +218,15 @@ def refuse_wrong_meshes():
     three = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("replica", "ring", "ulysses"))
     first = torch.distributed.device_mesh.DeviceMesh("cpu", [0, 1], mesh_dim_names=("ring",))
     group, unnamed = dist.new_group([0, 1]), init_device_mesh("cpu", (4,))
+    ended = sequence_mesh(dist.new_group(backend="cuda:gloo"))
+    dist.destroy_process_group(ended.ulysses.group)
     wrong = [
         (lambda: RingAttnMode(both), r"ValueError: RingAttnMode .*'ulysses' .*2 .*1"),
         (lambda: UlyssesAttnMode(both), r"ValueError: UlyssesAttnMode .*'ring' .*2 .*1"),
         (lambda: UnifiedAttnMode(named), r"ValueError: .*\('dp', 'tp'\).* 'ring'"),
         (lambda: UnifiedAttnMode(unnamed), r"ValueError: mesh .*1 unnamed"),
         (lambda: UnifiedAttnMode(three), r"ValueError: .*\['replica'\].*mesh\['ring', 'ulysses'\]"),
+        (lambda: exchange(rank, ended), "ValueError: the process group of mesh dim 'ulysses' was destroyed"),
         (lambda: init_context_parallel_mesh(torch.device("cpu", rank)), r"TypeError: device_type .*index=.*'cuda'"),
         *[(partial(init_context_parallel_mesh, of), rf"ValueError: device_type .*'{of}'") for of in ("cpu:0", "gpu")],
     ]
@@ -278,9 +281,6 @@ def test_launchers_tell_ranks_per_host(environment, ranks):
 @pytest.mark.parametrize(
     ("ranks", "on_host", "maxima", "expected"),
     [
-        (6, 2, {}, (1, 3, 2)),
-        (4, 2, {"batch": 2}, (2, 1, 2)),
-        (12, 6, {"batch": 4}, (4, 1, 3)),
         (12, 4, {"batch": 2}, (2, 3, 2)),
         (16, 8, {"ring": 1}, (1, 1, 16)),  # This is the requested shape.
         (16, 8, {"tensor": 2}, (1, 2, 4, 2)),

@@ -23,7 +23,7 @@ from para_core.kernels import attention_int8_reference as int8_reference
 from para_core.kernels import attention_reference as reference
 from para_core.kernels.attention import attention
 from para_core.kernels.attention_configs import Config, KernelCall
-from para_core.kernels.attention_launch import empty_outputs, launch_kernel
+from para_core.kernels.attention_launch import _with_contiguous_rows, empty_outputs, launch_kernel
 from para_core.kernels.attention_reference import pack_bits, ranges_of_lengths
 from para_core.layout.sequence import even_layout
 from tests.kernels.attention_cases import OPTIONS, by_formula, check_lse, error, make, ranges
@@ -91,7 +91,7 @@ def test_wide_values_are_two_halves(value_dim, continues):
     check((out, lse), tensors)
 
 
-@pytest.mark.parametrize("attend", [attention, attention_int8.attention], ids=["exact", "int8"])
+@pytest.mark.parametrize("attend", [attention, *(x.attention for x in (attention_int8, reference, int8_reference))])
 @pytest.mark.parametrize(("num_queries", "num_keys", "heads"), [(0, 5, 2), (5, 0, 2), (0, 0, 2), (5, 4, 0)])
 def test_nothing_gives_zeros(num_queries, num_keys, heads, attend):
     out, lse = attend(*make(num_queries, num_keys, dtype=torch.float16, batch=1, heads=heads, key_heads=heads))
@@ -156,6 +156,8 @@ def test_any_strides_are_read(data):
     expected_out, expected_lse = reference.attention(*[x.double() for x in tensors], mask=mask, so_far=so_far)
     assert error(out, expected_out) < 1e-6
     check_lse(lse, expected_lse, 1e-5)
+    far_apart = torch.empty_strided((1, 1, 2, 16), (0, 0, 2**24, 1), device="meta")
+    assert _with_contiguous_rows(far_apart).is_contiguous()
 
 
 @pytest.mark.parametrize(

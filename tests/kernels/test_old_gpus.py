@@ -23,18 +23,13 @@ def _forget():
 
 
 @pytest.mark.parametrize(("numbers", "takes"), [((7, 5), False), ((8, 0), True), ((12, 0), True)])
-def test_device_is_asked_once(monkeypatch, numbers, takes):
+def test_device_is_asked_once_and_an_exchange_takes_kernels_on_new_gpus(monkeypatch, numbers, takes):
     devices = []
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: devices.append(device) or numbers)
     assert [(triton_support.load_kernel(MODULE, GPU) is not None) for _ in range(3)] == [takes] * 3
     # A CPU (Triton's interpreter) and meta tensors have no capability.
     assert triton_support.load_kernel(MODULE, CPU) is not None
     assert devices == [GPU]
-
-
-@pytest.mark.parametrize(("numbers", "takes"), [((7, 5), False), ((8, 0), True)])
-def test_exchange_takes_the_pack_kernel_on_new_gpus(monkeypatch, numbers, takes):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: numbers)
     with FakeTensorMode(), torch.no_grad():
         assert swap.takes_kernels(torch.zeros(1, 2, 3, 8, device=GPU)) == takes
 

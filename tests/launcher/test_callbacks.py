@@ -88,13 +88,15 @@ def test_callbacks_run_here_with_the_tensors_that_they_ask_for_however_they_are_
     # diffusers' own asks for tensors that FLUX does not have, which is what FLUX says in one process too.
     with pytest.raises((ValueError, KeyError)):
         images(flux, callback_on_step_end=SDCFGCutoffCallback(cutoff_step_ratio=0.5))
-    for args, kwargs, message in (
-        ((1,), {"callbacks": [print, id]}, "expected one function"),
-        ((1, 0.0, 0.0, 0.0, callback), {"callback_on_step_end": callback}, "two values for callback_on_step_end"),
-        ((1, 0.0, 0.0, 0.0, callback, 7), {}, "6 positional arguments"),
+    for call, message in (
+        (lambda: steps(1, callbacks=[print, id]), "expected one function"),
+        (lambda: steps(1, 0, 0, 0, callback, callback_on_step_end=callback), "two values for callback_on_step_end"),
+        (lambda: steps(1, 0, 0, 0, callback, 7), "6 positional arguments"),
+        (lambda: steps.run(lambda _, callback: callback(x for x in ()), callback=callback), "generator"),
     ):
         with pytest.raises(TypeError, match=message):
-            steps(*args, **kwargs)
+            call()
+        assert not steps._state.group.ended
     with pytest.raises(AttributeError, match="has ended"):
         kept[0]._guidance_scale = 3.0
 
@@ -109,7 +111,6 @@ REFUSED = {
     "returns a generator": (lambda pipe, flux: {"latents": (x for x in range(3))}, TypeError, "cannot be sent"),
     "returns no dict, as in one process": (lambda pipe, flux: 3, AttributeError, "pop"),
     "calls the pipeline": (lambda pipe, flux: images(flux), *CALL),
-    "runs a function": (lambda pipe, flux: flux.run(id), *CALL),
     "awaits a call": (lambda pipe, flux: asyncio.run(flux.call()), *CALL),
     "restarts": (lambda pipe, flux: flux.restart(), *CALL),
 }

@@ -6,6 +6,7 @@ import threading
 from unittest import mock
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from PIL import Image
@@ -56,6 +57,14 @@ def test_what_one_receiver_writes_no_other_sees(travel, monkeypatch):
     assert len({descriptor for _, descriptor in kept}) < 9  # A value keeps none, so they are used again.
     with pytest.raises(OSError, match="open files"):
         Body(Body.of(value).data, [200_000]).load()
+    sent, (ours, theirs) = Body.of(value), socket.socketpair()
+    with ours, theirs:
+        socket.send_fds(ours, [b"half"], [sent.storage])
+        ours.shutdown(socket.SHUT_WR)
+        descriptors = psutil.Process().num_fds()
+        with pytest.raises(EOFError):
+            Channel(theirs).receive()
+        assert psutil.Process().num_fds() == descriptors
     with monkeypatch.context() as patch:
         patch.setattr("os.write", mock.Mock(side_effect=OSError("no space left")))
         outcome = _body_of(Outcome(value, None)).load()

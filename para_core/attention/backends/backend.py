@@ -28,10 +28,6 @@ ContinueFrom = Callable[
 ]
 
 
-def check_nothing() -> None:
-    """Return at once: the backend needs no package that may be missing."""
-
-
 @dataclass(frozen=True)
 class LocalBackend:
     """The functions of one backend.
@@ -52,7 +48,7 @@ class LocalBackend:
 
     attend: Callable[[LocalAttentionCall], tuple[Tensor, Tensor]]
     check: CheckCall
-    check_installed: Callable[[], None] = check_nothing
+    check_installed: Callable[[], None] = lambda: None  # Most backends need no package that may be missing.
     continue_from: ContinueFrom | None = None
     clears_rows: bool = False
     aliases: tuple[str, ...] = ()

@@ -1,4 +1,4 @@
-"""FlashAttention-3 (arXiv:2407.08608), as a function for ``attn_func=`` and by name for ``backend=``."""
+"""FlashAttention-3 (arXiv:2407.08608) for ``attn_func=`` and ``backend=``. Tests: tests/attention/test_libraries.py."""
 
 from __future__ import annotations
 

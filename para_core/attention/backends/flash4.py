@@ -1,4 +1,4 @@
-"""FlashAttention-4, as a function for ``attn_func=`` and by name for ``backend=``."""
+"""FlashAttention-4 for ``attn_func=`` and ``backend=``. Tests: tests/attention/test_libraries.py."""
 
 from __future__ import annotations
 

@@ -41,6 +41,9 @@ def change_timeouts():
     created = find_or_make_group("created", ranks, timeout=timedelta(seconds=70))
     undo_second = override_timeouts([world, created], timedelta(seconds=50), ranks)
     undo_first(), undo_second()
+    own = find_or_make_group("own", ranks, timeout=timedelta(seconds=66))
+    override_timeouts([world, own], timedelta(seconds=66), ranks)()
+    assert timeouts()["group para_core: own [0, 1]"] == "0:01:06"
     image_of(parallelize_pipe(first, mesh=mesh, vae=True, timeout=30))
     # An earlier part that cannot be finished on one rank raises on all, and the new settings are in effect.
     late = mock.patch.object(TimeoutPart, "finish", lambda part, undo: (undo(), 1 // (1 - dist.get_rank())))
