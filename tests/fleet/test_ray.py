@@ -187,19 +187,23 @@ REQUEST = ("a", make_request({"prompt": "a"}, find_model(None), seed=0))
 def ask(monkeypatch, caplog):
     """Return a function that runs ``question(replica, actors)``, and returns the errors that were logged meanwhile."""
     monkeypatch.setattr(ray, "kill", lambda actor: actor.died.set())
-    monkeypatch.setattr(group, "_POLL_SECONDS", 0.01)
+    for name in ("_POLL_SECONDS", "_PING_SECONDS"):
+        monkeypatch.setattr(group, name, 0.01)
+    for name in ("resources_of_rank", "PlacementGroupSchedulingStrategy", "remove_placement_group"):
+        monkeypatch.setattr(group, name, mock.MagicMock())
+    monkeypatch.setattr(group, "placement_group", lambda *_, **__: mock.Mock(ready=mock.AsyncMock()))
 
     def ask(question, answers):
         async def run():
             replica = group.RayReplica(Recipe(""), ReplicaOptions(2))
             actors = [Actor(**answers), Actor(**answers)]
 
-            async def place():
-                for actor in actors:
-                    actor.died = asyncio.Event()
-                replica.actors = actors
+            def place(recipe, rank, options):
+                actors[rank].died = asyncio.Event()
+                return actors[rank]
 
-            monkeypatch.setattr(replica, "_place_actors", place)
+            monkeypatch.setattr(ray, "remote", mock.Mock())
+            ray.remote.return_value.return_value.options.return_value.remote = place
             await question(replica, actors)
             await asyncio.sleep(0.05)
             # Asyncio logs an exception that nobody has read when the task is collected.
@@ -225,6 +229,29 @@ async def cancel_a_start_and_a_batch(replica, actors):
     starting.cancel()
     await asyncio.wait([starting])
     assert starting.cancelled() and not replica.running and actors[1].died.is_set()
+
+
+async def stop_a_start(replica, actors):
+    starting = asyncio.ensure_future(replica.start())
+    await asyncio.sleep(0)  # It waits for the placement group.
+    await replica.stop()
+    with pytest.raises(RuntimeError, match="stopped while"):
+        await starting
+    assert actors[0].calls == []
+    join = actors[1].answers.pop("join")
+    starting = asyncio.ensure_future(replica.start())
+    await asyncio.sleep(0.05)
+    actors[1].answers["join"] = join
+    later = asyncio.ensure_future(replica.start())  # which stops the other
+    with pytest.raises(RuntimeError, match="stopped while"):
+        await starting
+    await later
+    assert replica.running
+
+
+async def hang(replica, actors):
+    await replica.start()
+    assert not await replica.alive()
 
 
 async def cancel_while_a_batch_is_repeated(replica, actors):
@@ -257,6 +284,8 @@ async def die_while_loading(replica, actors):
     [
         (cancel_a_start_and_a_batch, RUNNING, []),
         (cancel_while_a_batch_is_repeated, {**RUNNING, "generate_batch": [FAILED, FAILED]}, []),
+        (stop_a_start, RUNNING, []),
+        (hang, RUNNING, ["rank 0 died: it gave no answer", "rank 1 died: it gave no answer"]),
         (die_together, RUNNING, ["rank 0 died"]),
         (die_while_loading, LOADING, ["rank 0 died", "cannot start: rank 0 died"]),
     ],
