@@ -32,6 +32,7 @@ from para_core.distributed.mesh_shape import mesh_sizes
 from para_core.fleet.build import dtype_of
 from para_core.fleet.classical import check_ranks
 from para_core.fleet.engine import open_ranks
+from para_core.fleet.image_files import read_image_file
 from para_core.fleet.lines import LineRun
 from para_core.fleet.memory import Memory, bytes_of_device, foresee_mesh, predict_memory
 from para_core.fleet.no_effect import warnings_of
@@ -107,7 +108,7 @@ def make_task(
     validated = model
     if prompts is not None:
         validated = replace(model, required=())
-    request = make_request(fields, validated, seed=seed, read_image=lambda path: Path(path).read_bytes())
+    request = make_request(fields, validated, seed=seed, read_image=read_image_file)
     lines = [Line(1, request)]
     problems: list[Problem] = []
     if prompts is not None:

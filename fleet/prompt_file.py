@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from para_core.fleet.failures import describe_exception
+from para_core.fleet.image_files import read_image_file
 from para_core.fleet.pipeline_info import PipelineInfo
 from para_core.fleet.request import Request, make_request
 from para_core.fleet.request_schema import merge_fields, request_schema
@@ -56,10 +57,6 @@ def read_prompts(
     """
     contents = read_contents(path)
     is_plain = _is_plain(path)
-
-    def read_image(name: str) -> bytes:
-        return (path.parent / name).read_bytes()
-
     schema = request_schema(model)
     lines: list[Line] = []
     problems: list[Problem] = []
@@ -77,7 +74,11 @@ def read_prompts(
                 )
             values = merge_fields(common, values, model)
             request = make_request(
-                values, model, seed=seed + number - 1, read_image=read_image, schema=schema
+                values,
+                model,
+                seed=seed + number - 1,
+                read_image=lambda name: read_image_file(path.parent / name),
+                schema=schema,
             )
         except json.JSONDecodeError as error:
             problems.append(Problem(number, f"it is not JSON: {error.msg} at column {error.colno}."))

@@ -183,8 +183,8 @@ def make_request(
         values: Fields of the pipeline's call, or ``seed``, ``size``, ``steps``, ``frames``, ``n``. They
             override ``model.defaults``. A field that is None counts as left out.
         seed: Seed if ``values`` has none.
-        read_image: Returns the contents of an image file, given the string in an image field. None refuses
-            images.
+        read_image: Returns the contents of an image file, given the string in an image field, see
+            :func:`~para_core.fleet.image_files.read_images`. None refuses images.
         schema: The result of :func:`request_schema`, to make it once for many requests.
 
     Raises:

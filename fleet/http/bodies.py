@@ -24,7 +24,7 @@ from para_core.fleet.http.errors import RequestError
 from para_core.fleet.http.forms import read_form
 from para_core.fleet.http.image_fields import read_data, with_pipeline_names
 from para_core.fleet.http.lora_folder import LoraFolder
-from para_core.fleet.image_files import open_image
+from para_core.fleet.image_files import MAX_IMAGE_PIXELS, open_image
 from para_core.fleet.memory import Memory
 from para_core.fleet.outputs import find_side_problem, formats_here
 from para_core.fleet.pipeline_info import PipelineInfo
@@ -201,7 +201,7 @@ def read_request(
 
     def read_image(text: str) -> bytes:
         data = read_data(text, files)
-        open_image(data, options.pixels)
+        open_image(data, min(options.pixels, MAX_IMAGE_PIXELS))
         return data
 
     try:

@@ -89,7 +89,7 @@ def mask(mode, hidden, color=1):
 
 
 MASK = mask("RGBA", (9, 9, 9, 0), (9, 9, 9, 255))
-MASKS = [reference(MASK), MASK, mask("P", 0), mask("L", 0), mask("RGB", (0, 0, 0))]
+MASKS = [reference(MASK), MASK, mask("P", 0), mask("L", 0), mask("I;16", 0), mask("RGB", (0, 0, 0))]
 MASKS.append(mask("RGBA", (255, 255, 255, 255), (0, 0, 0, 255)))  # of diffusers: nothing is transparent
 
 

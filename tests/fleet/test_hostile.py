@@ -117,7 +117,7 @@ FIELDS = [
     ({"height": 10**400}, "'height' "),
     # -- Images.
     ({"image": image_url(Image.new("1", (4096, 4096)))}, "4096 × 4096 .*4194304"),
-    ({"image": f"data:image/png;base64,{NO_PALETTE}"}, "^68 bytes are not a readable image"),
+    ({"image": f"data:image/png;base64,{NO_PALETTE}"}, "^field 'image': 68 bytes are not a readable image"),
     ({"image": [image_url()] * 16, "size": "2048x2048"}, ""),
     # -- Ends of the replica's.
     ({"prompt": "refused"}, "the pipeline says no"),
