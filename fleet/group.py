@@ -20,7 +20,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from para_core.fleet.failures import RequestFailed
 from para_core.fleet.last_words import Notes, describe_death
-from para_core.fleet.log_relay import LogPosition, log_entries
+from para_core.fleet.log_relay import log_entries
 from para_core.fleet.memory import Memory
 from para_core.fleet.outputs import Output, Result
 from para_core.fleet.rank import ReplicaOptions
@@ -57,7 +57,6 @@ class RayReplica(Replica):
         self.actors: list[Any] = []
         self._processes: list[tuple[int, Notes]] = []  # process id and notes of each rank
         self._dead: set[int] = set()  # ranks whose end was logged
-        self._running_ids: set[str] = set()  # ids of the requests of the call that runs
         self._batches = 0  # number of calls that were begun, by which the actors tell them apart
 
     async def _load(self) -> None:
@@ -120,7 +119,7 @@ class RayReplica(Replica):
     @asynccontextmanager
     async def _logging_progress(self, first: Any) -> AsyncIterator[None]:
         """Inside this context, log here what ``first``, the actor of the first rank, reports of its loading."""
-        position = LogPosition()
+        position = 0  # No actor starts again, so it is one of this start's.
 
         async def read() -> None:
             nonlocal position
@@ -215,7 +214,6 @@ class RayReplica(Replica):
                     progress(preview)
                 reported = done
 
-        self._running_ids = {id_ for id_, _ in batch}
         self._batches += 1
         polling = asyncio.ensure_future(poll())
         try:
@@ -237,7 +235,6 @@ class RayReplica(Replica):
             raise RankDied(f"rank {error.rank} died: {death}.", error.rank) from error
         finally:
             polling.cancel()
-            self._running_ids = set()
         progress(answers[0].steps)
         for preview in answers[0].previews[sent:]:
             progress(preview)
@@ -245,8 +242,8 @@ class RayReplica(Replica):
         return [answer.outcome for answer in answers if answer.outcome is not None]
 
     def _cancel_running(self, id_: str) -> None:
-        if self.actors and id_ in self._running_ids:
-            # The answer of the first rank decides for all.
+        if self.actors:
+            # The answer of the first rank decides for all. It ignores a request that its batch lacks.
             self.actors[0].cancel.options(concurrency_group=CONTROL).remote(id_, self._batches)
 
     async def memory(self) -> Memory | None:
