@@ -150,9 +150,8 @@ def _make_mesh(recipe: Recipe, device: str, ranks: int) -> Any:
         # A launcher may have set WORLD_SIZE, which parallelize_pipe takes for a missing process group.
         return one_guided_rank(device)
     if recipe.mesh and ranks > 1:
-        return init_context_parallel_mesh(
-            device, **{f"max_{name}_dim_size": size for name, size in recipe.mesh}
-        )
+        sizes = {f"max_{name}_dim_size": size for name, size in recipe.mesh}
+        return init_context_parallel_mesh(device, **sizes)
     return None
 
 

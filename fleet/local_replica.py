@@ -39,7 +39,6 @@ class _Batch:
 
     ids: set[str]
     ticket: Ticket = field(default_factory=Ticket)  # cancels the call, so only if all requests are cancelled
-    cancelled: set[str] = field(default_factory=set)
     steps: int = 0  # number of finished steps
 
 
@@ -156,19 +155,15 @@ class LocalReplica(Replica):
             self._batch = None
         outcomes: list[Result | RequestFailed | Cancelled] = []
         for (id_, _), result in zip(batch, results, strict=True):
-            if id_ in running.cancelled:
+            if id_ in self._cancelled_ids:
                 outcomes.append(Cancelled(f"cancelled after step {running.steps}."))
             else:
                 outcomes.append(result)
         return outcomes
 
     def _cancel_running(self, id_: str) -> None:
-        batch = self._batch
-        if batch is None or id_ not in batch.ids:
-            return
-        batch.cancelled.add(id_)
-        if batch.cancelled == batch.ids:
-            batch.ticket.cancel()
+        if self._batch is not None and self._batch.ids <= self._cancelled_ids:
+            self._batch.ticket.cancel()
 
     async def alive(self) -> bool:
         if not self.running:

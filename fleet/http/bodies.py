@@ -194,10 +194,6 @@ def read_request(
     fields = _validate(values, schema, model)
     # What is left in fields goes to the pipeline, so everything else is taken out.
     delivery = _take_delivery(fields, options)
-    default_lora: str | None = None
-    if loras is not None:
-        default_lora = loras.default
-    lora = fields.pop("lora", default_lora)
 
     def read_image(text: str) -> bytes:
         data = read_data(text, files)
@@ -205,6 +201,11 @@ def read_request(
         return data
 
     try:
+        adapter: Lora | None = None
+        if loras is not None:
+            lora = fields.pop("lora", loras.default)
+            if lora not in (None, "none"):
+                adapter = loras.find(lora)
         _require_short_texts(fields, model)
         _refuse_files(fields, files, model)
         _replace_seconds(fields, model, delivery.fps)
@@ -212,9 +213,6 @@ def read_request(
             fields["seed"] = options.seed
             if options.seed is None:
                 fields["seed"] = secrets.randbelow(_DRAWN_SEEDS)
-        adapter: Lora | None = None
-        if loras is not None and lora not in (None, "none"):
-            adapter = loras.find(lora)
         request = request_from(fields, model, read_image=read_image)
     except ValueError as error:
         raise RequestError(400, "invalid_value", str(error)) from None
