@@ -21,6 +21,7 @@ from para_core.cli.options import INPUT, flag, option
 from para_core.cli.progress import announce_imports
 from para_core.cli.torchrun import is_first_of_torchrun, read_stated_ranks
 from para_core.cli.traces import require_new_traces
+from para_core.fleet.image_files import read_image_file
 from para_core.fleet.pipeline_info import FRAME_PARAMETERS, PipelineInfo
 from para_core.fleet.request import Request, make_request
 from para_core.fleet.result_files import require_file, write_atomically
@@ -115,7 +116,7 @@ def _read_request(model: PipelineInfo, common: dict[str, Any], prompt: str, seed
     if "prompt" in model.fields:
         common = {"prompt": prompt, **common}
     checks.require_images(model, common)
-    return make_request(common, model, seed=seed, read_image=checks.read_image)
+    return make_request(common, model, seed=seed, read_image=read_image_file)
 
 
 def _print(figures: dict[str, Any], console: Console) -> None:

@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -48,6 +47,7 @@ class Checked:
             typer.BadParameter: The prompt is missing.
             ValueError, OSError: A field is invalid.
         """
+        from para_core.fleet.image_files import read_image_file
         from para_core.fleet.request import make_request
 
         if self.draft is None:
@@ -60,7 +60,7 @@ class Checked:
             require_images(self.draft, fields)
         self._require_image_fields(fields, self.draft)
         draft = replace(self.draft, required=())
-        make_request(fields, draft, seed=seed, read_image=read_image)
+        make_request(fields, draft, seed=seed, read_image=read_image_file)
 
     def _require_image_fields(self, fields: dict[str, Any], draft: PipelineInfo) -> None:
         """Raise typer.BadParameter if the class takes no such image, while others for the same weights do."""
@@ -199,11 +199,6 @@ def describe_model(model: str | None, checked: Checked) -> PipelineInfo:
     )
     check_options_of_model(description, recipe)
     return description
-
-
-def read_image(path: str) -> bytes:
-    """Return the content of an image file, for :func:`~para_core.fleet.request.make_request`."""
-    return Path(path).read_bytes()
 
 
 def require_images(model: PipelineInfo, fields: dict[str, Any]) -> None:

@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from para_core.cli.checks import read_image, require_images
+from para_core.cli.checks import require_images
 from para_core.cli.options import FileOptions, GroupOptions
 from para_core.cli.progress import Bars, showing_log, showing_phases
 from para_core.cli.ranks import count_ranks, ending_on_error, from_first_rank, is_first_rank, process_group
@@ -32,6 +32,7 @@ from para_core.distributed.mesh_shape import mesh_sizes
 from para_core.fleet.build import dtype_of
 from para_core.fleet.classical import check_ranks
 from para_core.fleet.engine import open_ranks
+from para_core.fleet.image_files import read_image_file
 from para_core.fleet.lines import LineRun
 from para_core.fleet.memory import Memory, bytes_of_device, foresee_mesh, predict_memory
 from para_core.fleet.no_effect import warnings_of
@@ -143,12 +144,12 @@ def _read_lines(
         if "prompt" in model.fields and "prompt" not in common:
             raise typer.BadParameter("there is no prompt; expected --prompt TEXT or --prompts FILE.")
         require_images(model, common)
-        return [Line(1, make_request(common, model, seed=seed, read_image=read_image))], []
+        return [Line(1, make_request(common, model, seed=seed, read_image=read_image_file))], []
     fields = common
     if "prompt" in model.fields:
         fields = {**common, "prompt": common.get("prompt") or "a"}
     # Validate the options alone, so that an invalid one is reported once and not for every line.
-    make_request(fields, replace(model, required=()), seed=seed, read_image=read_image)
+    make_request(fields, replace(model, required=()), seed=seed, read_image=read_image_file)
     return read_prompts(prompts, model, common, seed=seed)
 
 

@@ -111,13 +111,7 @@ def build(recipe: Recipe, encode_first: EncodeFirst | None = None) -> Any:
     ranks = 1
     if dist.is_initialized():
         ranks = dist.get_world_size()
-    sizes = {f"max_{name}_dim_size": size for name, size in recipe.mesh}
-    mesh: Any = None
-    if sizes and ranks > 1:
-        mesh = init_context_parallel_mesh(device, **sizes)
-    if not dist.is_initialized():
-        # A launcher may have set WORLD_SIZE, which parallelize_pipe takes for a missing process group.
-        mesh = one_guided_rank(device)
+    mesh = _make_mesh(recipe, device, ranks)
     sharding = None
     if ranks > 1:
         sharding = recipe.sharding
@@ -129,7 +123,8 @@ def build(recipe: Recipe, encode_first: EncodeFirst | None = None) -> Any:
         # The weights are sharded already, so parallelize_pipe must not do so again.
         weights_to_shard = None
     else:
-        pipe = _load_whole(recipe, sharding, device, encode_first)
+        pipe = _load_whole(recipe, sharding)
+        _place_components(pipe, recipe, device, encode_first)
         weights_to_shard = sharding
     options = _parallel_options(recipe, pipe, ranks, loaded_parts=loaded_parts)
     if recipe.verify:
@@ -141,32 +136,44 @@ def build(recipe: Recipe, encode_first: EncodeFirst | None = None) -> Any:
         require_quantizer().quantize(pipe, recipe.quantize)
     if recipe.offload == "model":
         _offload_components(pipe, device)
-    if recipe.cache is not None:
-        options_of_cache: dict[str, Any] = {}
-        if recipe.cache != "default":
-            options_of_cache["residual_diff_threshold"] = recipe.cache
-        apply_cache_on_pipe(pipe, **options_of_cache)
+    if recipe.cache == "default":
+        apply_cache_on_pipe(pipe)
+    elif recipe.cache is not None:
+        apply_cache_on_pipe(pipe, residual_diff_threshold=recipe.cache)
     _compile(pipe, recipe.compile)
-    if not is_modular(pipe):
-        pipe.set_progress_bar_config(disable=True)
     return pipe
+
+
+def _make_mesh(recipe: Recipe, device: str, ranks: int) -> Any:
+    """Return the mesh of the sizes that the recipe states; None if :func:`parallelize_pipe` shall choose it."""
+    if not dist.is_initialized():
+        # A launcher may have set WORLD_SIZE, which parallelize_pipe takes for a missing process group.
+        return one_guided_rank(device)
+    if recipe.mesh and ranks > 1:
+        sizes = {f"max_{name}_dim_size": size for name, size in recipe.mesh}
+        return init_context_parallel_mesh(device, **sizes)
+    return None
 
 
 def _can_load_parts(recipe: Recipe) -> bool:
     """Whether :func:`from_pretrained_sharded` loads the model: a classical pipeline in a folder or
     repository, without LoRAs, which need whole weights.
-
-    This relies on :func:`select_pipeline` and the recipe: a single file always has a ``config``, and a folder
-    without the index of a modular pipeline is one of a classical pipeline.
     """
-    return not recipe.lora and recipe.config is None and not has_modular_index(recipe.model)
+    return not recipe.lora and recipe.config is None and not _names_modular(recipe)
+
+
+def _names_modular(recipe: Recipe) -> bool:
+    """Whether the model of ``recipe`` is a modular pipeline. :func:`select_pipeline` has made sure that a
+    single file has a ``config``, and that a folder or repository with another index is classical.
+    """
+    return recipe.config is None and has_modular_index(recipe.model)
 
 
 def _load_parts(recipe: Recipe, mesh: Any, weights: Literal["fsdp", "tensor"]) -> Any:
     """Load this rank's part of the weights of the pipeline. A collective call on ``mesh``."""
     dtype = dtype_of(recipe)
     with _reporting_components(recipe):
-        return from_pretrained_sharded(
+        pipe = from_pretrained_sharded(
             pipeline_class(recipe),
             recipe.model,
             mesh=mesh,
@@ -175,6 +182,8 @@ def _load_parts(recipe: Recipe, mesh: Any, weights: Literal["fsdp", "tensor"]) -
             dtype=dtype,
             **load_controlnets(recipe, dtype),
         )
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
 
 
 def _parallel_options(recipe: Recipe, pipe: Any, ranks: int, *, loaded_parts: bool) -> dict[str, Any]:
@@ -238,45 +247,53 @@ def build_unmodified(recipe: Recipe) -> Any:
     compilation.
 
     LoRAs and quantization are applied. If the recipe shards weights or keeps them in host memory, diffusers'
-    model offload is enabled, because all weights may not fit on this rank's GPU.
+    model offload is enabled, because all weights may not fit on this rank's GPU. A modular pipeline has no such
+    offload, and is on the GPU with all weights.
     """
     device = _device_type()
     offload: Offload | None = None
-    if recipe.moves_weights and device == "cuda":
+    if recipe.moves_weights and device == "cuda" and not _names_modular(recipe):
         offload = "model"
-    pipe = _load_whole(
-        replace(recipe.without_placements, weights="replicate", offload=offload), None, device, None
-    )
+    recipe = replace(recipe.without_placements, weights="replicate", offload=offload)
+    pipe = _load_whole(recipe, None)
+    _place_components(pipe, recipe, device)
     if offload is not None:
         _offload_components(pipe, device)
-    if not is_modular(pipe):
-        pipe.set_progress_bar_config(disable=True)
     return pipe
 
 
-def _load_whole(recipe: Recipe, weights: str | None, device: str, encode_first: EncodeFirst | None) -> Any:
-    """Load the pipeline, with all weights and LoRAs, to ``device``. Offloaded components remain in host
-    memory.
+def _load_whole(recipe: Recipe, sharding: Literal["fsdp", "tensor"] | None) -> Any:
+    """Load the pipeline with all weights and LoRAs into host memory.
 
-    ``weights`` says how the caller will shard the weights, None for not at all. Weights to shard are
+    ``sharding`` says how the caller will shard the weights, None for not at all. Weights to shard are
     quantized after they are loaded: here for fsdp, and by the caller for tensor parallelism.
     """
     quantize, dtype = recipe.quantize, dtype_of(recipe)
     early = quantize
-    if weights is not None:
+    if sharding is not None:
         early = None
-    if recipe.config is None and has_modular_index(recipe.model):
+    if _names_modular(recipe):
         pipe = load_modular(
             recipe.model, dtype=dtype, quantize=early, trust_remote_code=recipe.trust_remote_code
         )
     else:
         with _reporting_components(recipe):
             pipe = load_classical(recipe, dtype=dtype, quantize=early)
+        pipe.set_progress_bar_config(disable=True)
     if quantize is not None and not transformers_of(pipe):
         raise ValueError(f"quantize is {quantize!r}, but {original_class(pipe).__name__} has no transformer.")
     load_loras_of_recipe(pipe, recipe)
-    if quantize is not None and weights == "fsdp":
+    if quantize is not None and sharding == "fsdp":
         require_quantizer().quantize(pipe, quantize, gatherable=True)
+    return pipe
+
+
+def _place_components(
+    pipe: Any, recipe: Recipe, device: str, encode_first: EncodeFirst | None = None
+) -> None:
+    """Move the components to ``device``, except for those that the recipe keeps in host memory. Attach
+    ``encode_first`` before, if it fits.
+    """
     on_host: set[str] = set()
     if recipe.encoders_wait_on_host:
         on_host |= {*text_encoders_of(pipe)}
@@ -288,14 +305,13 @@ def _load_whole(recipe: Recipe, weights: str | None, device: str, encode_first: 
         # Only plain weights can be moved to host memory and back. Quantized denoisers remain on the device,
         # where they take little memory. Attach before the components are moved below: parked weights are
         # scalars on the device, so the text encoders and the denoisers are never there together.
-        encode_first.attach(pipe, device, park=quantize is None)
+        encode_first.attach(pipe, device, park=recipe.quantize is None)
     if recipe.offload != "model":
         if device != "cpu":
             report(f"moving the weights to {device}")
         for name, part in pipe.components.items():
             if isinstance(part, nn.Module) and name not in on_host:
                 part.to(device)
-    return pipe
 
 
 def _reporting_components(recipe: Recipe) -> AbstractContextManager[None]:

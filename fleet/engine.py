@@ -128,21 +128,16 @@ class LaunchedRanks:
         if self._state.group is not None and not self._state.group.ended:
             return
         # The first call of a State starts its ranks, and new ones if they have ended.
-        self._call(_load_quietly, (self._debug,), None, None)
+        self.call(_load_quietly, self._debug)
 
     def call(
-        self, method: str, *args: Any, listener: Listener | None = None, ticket: Ticket | None = None
+        self, method: Any, *args: Any, listener: Listener | None = None, ticket: Ticket | None = None
     ) -> Any:
-        return self._call(method, args, listener, ticket)
-
-    def _call(
-        self, function: Any, args: tuple[Any, ...], listener: Listener | None, ticket: Ticket | None
-    ) -> Any:
-        """Call ``function`` on all ranks: the name of a method of the loaded object, or a function that gets
-        the object first. Starts the ranks if none run.
+        """Call ``method`` as :meth:`Ranks.call`, or a function that gets the object first. Starts the ranks if
+        none run.
         """
         try:
-            return self._state.call(ticket or Ticket(), function, args, {}, listener=listener)
+            return self._state.call(ticket or Ticket(), method, args, {}, listener=listener)
         except RankDied:
             raise
         except Exception as error:

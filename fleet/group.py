@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Any
@@ -21,7 +20,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from para_core.fleet.failures import RequestFailed
 from para_core.fleet.last_words import Notes, describe_death
-from para_core.fleet.log_relay import LogPosition, log_entries
+from para_core.fleet.log_relay import log_entries
 from para_core.fleet.memory import Memory
 from para_core.fleet.outputs import Output, Result
 from para_core.fleet.rank import ReplicaOptions
@@ -37,11 +36,13 @@ _POLL_SECONDS = 0.1
 # Seconds for the other ranks to answer after one rank failed or was cancelled. They are at most one step
 # behind that rank, and a rank that waits for it in a collective never answers.
 _GRACE_SECONDS = 30.0
+# Seconds after which a rank that does not answer a ping hangs. It answers while it generates, too.
+_PING_SECONDS = 30.0
 logger = logging.getLogger(__name__)
 
 
 class RayReplica(Replica):
-    """A :class:`~para_core.fleet.replica.Replica` of Ray actors. ``name`` is its name in the log.
+    """A :class:`~para_core.fleet.replica.Replica` of Ray actors.
 
     :meth:`stop` may be called while another method waits for the actors, which then end with Ray's errors.
     Such a method keeps the list ``actors`` with which it began: if the attribute is another list later, the
@@ -49,80 +50,60 @@ class RayReplica(Replica):
     """
 
     def __init__(self, recipe: Recipe, options: ReplicaOptions, name: str = "replica") -> None:
-        super().__init__()
+        super().__init__(name)
         self._recipe = recipe
         self._options = options
-        self._name = name
         self._placement: Any = None
-        self._started = False  # whether start has ever ended
-        self._loaded = False  # whether it has ended since stop
         self.actors: list[Any] = []
         self._processes: list[tuple[int, Notes]] = []  # process id and notes of each rank
         self._dead: set[int] = set()  # ranks whose end was logged
-        self._running_ids: set[str] = set()  # ids of the requests of the call that runs
         self._batches = 0  # number of calls that were begun, by which the actors tell them apart
 
-    async def start(self) -> None:
-        """Place the ranks and load the pipeline on them. If the replica runs already, it is stopped first.
-
-        Raise RuntimeError if the cluster has no free resources within the recipe's timeout, or if loading
-        fails. The replica is stopped then, and also if the call is cancelled.
-        """
-        await self.stop()
-        begun = time.monotonic()
-        begins, ready = "starting", "ready"
-        if self._started:
-            begins, ready = "restarting", "ready again"
-        logger.info("%s: %s, %d ranks", self._name, begins, self._options.ranks)
+    async def _load(self) -> None:
+        actors = self.actors  # an empty list, which no earlier start has
         try:
-            await self._place_actors()
-            await self._load_actors()
-        except asyncio.CancelledError:
-            await self.stop()
-            raise
-        except (ray.exceptions.RayError, RankDied) as error:
-            await self.stop()
-            logger.error("%s: cannot start: %s", self._name, describe_cause(error))
+            await self._place_actors(actors)
+            await self._load_actors(actors)
+        except ray.exceptions.RayError as error:
             raise RuntimeError(describe_cause(error)) from error
-        self._started = self._loaded = True
-        seconds = time.monotonic() - begun
-        ids = ", ".join(str(pid) for pid, _ in self._processes)
-        logger.info("%s: %s after %.1f s, process ids of its ranks: %s", self._name, ready, seconds, ids)
 
-    async def _place_actors(self) -> None:
-        """Reserve a placement group, and create an actor for each rank in it.
+    async def _place_actors(self, actors: list[Any]) -> None:
+        """Reserve a placement group, create an actor for each rank in it, and append them to ``actors``.
 
-        Raise RuntimeError if the cluster has no free resources within the recipe's timeout.
+        Raise RuntimeError if the cluster has no free resources within the recipe's timeout, and RankDied if
+        the replica was stopped meanwhile.
         """
         bundle, ranks, seconds = resources_of_rank(), self._options.ranks, self._recipe.timeout
+        logger.info("%s: starting %d ranks", self._name, ranks)
         strategy = "STRICT_PACK"
         if self._options.spread:
             strategy = "PACK"
-        self._placement = placement_group([bundle] * ranks, strategy=strategy)
+        placement = self._placement = placement_group([bundle] * ranks, strategy=strategy)
         try:
-            await asyncio.wait_for(self._placement.ready(), seconds)
+            await asyncio.wait_for(placement.ready(), seconds)
         except TimeoutError:
-            await self.stop()
-            logger.error("%s: no resources within %g s", self._name, seconds)
             raise RuntimeError(
                 f"a replica of {ranks} ranks got no resources within {seconds:g} s: the Ray cluster is busy."
             ) from None
+        self._check_not_stopped(actors)
         # While generate_batch or join runs, progress, cancel, ping and loading_log are answered by these four
         # threads of the actor.
         actor = ray.remote(concurrency_groups={CONTROL: 4})(RankActor)
         # Ray must not restart a rank alone: the other ranks would wait for it, so the whole replica restarts.
         resources = {"num_cpus": bundle["CPU"], "num_gpus": bundle.get("GPU", 0), "max_restarts": 0}
         for rank in range(ranks):
-            place = PlacementGroupSchedulingStrategy(self._placement, placement_group_bundle_index=rank)
+            place = PlacementGroupSchedulingStrategy(placement, placement_group_bundle_index=rank)
             placed = actor.options(scheduling_strategy=place, **resources)
-            self.actors.append(placed.remote(self._recipe, rank, self._options))
+            actors.append(placed.remote(self._recipe, rank, self._options))
 
-    async def _load_actors(self) -> None:
-        """Connect the ranks and load the pipeline on them. Raise RankDied or Ray's error if one cannot."""
-        actors = self.actors
+    async def _load_actors(self, actors: Sequence[Any]) -> None:
+        """Connect the ranks and load the pipeline on them. Raise RankDied or Ray's error if one cannot, or
+        the replica was stopped meanwhile.
+        """
         # Ranks watch signals before they load, so that a death while loading has its reason, too.
-        watching = [actor.watch_signals.remote() for actor in actors]
-        self._processes = [(pid, Notes(folder)) for pid, folder in await asyncio.gather(*watching)]
+        watched = await asyncio.gather(*[actor.watch_signals.remote() for actor in actors])
+        self._check_not_stopped(actors)
+        self._processes = [(pid, Notes(folder)) for pid, folder in watched]
         # A rank on another node removes its folder itself, now: Ray kills ranks, so they cannot do it at
         # their end.
         elsewhere = [
@@ -138,7 +119,7 @@ class RayReplica(Replica):
     @asynccontextmanager
     async def _logging_progress(self, first: Any) -> AsyncIterator[None]:
         """Inside this context, log here what ``first``, the actor of the first rank, reports of its loading."""
-        position = LogPosition()
+        position = 0  # No actor starts again, so it is one of this start's.
 
         async def read() -> None:
             nonlocal position
@@ -169,16 +150,10 @@ class RayReplica(Replica):
             self._check_not_stopped(actors, error)
             raise RankDied(f"rank {rank} died: {self._describe_end(rank, error)}.", rank) from error
 
-    def _check_not_stopped(self, actors: Sequence[Any], error: BaseException) -> None:
+    def _check_not_stopped(self, actors: Sequence[Any], error: BaseException | None = None) -> None:
         """Raise RankDied from ``error`` if the replica was stopped since its actors were ``actors``."""
         if self.actors is not actors:
             raise RankDied("the replica was stopped.") from error
-
-    def _require_actors(self) -> list[Any]:
-        """Return the actors. Raise RankDied if the replica is not running."""
-        if not self.actors:
-            raise RankDied("the replica is not running.")
-        return self.actors
 
     def _describe_end(self, rank: int, error: BaseException) -> str:
         """Return how rank ``rank`` ended, such as ``"SIGKILL"``, for an error that Ray raised; and log it
@@ -194,8 +169,11 @@ class RayReplica(Replica):
             logger.error("%s: rank %d died: %s, process id %s", self._name, rank, death, pid)
         return death
 
-    async def stop(self) -> None:
-        """Kill all ranks at once, even in the middle of a step, and free their resources."""
+    @property
+    def process_ids(self) -> list[int]:
+        return [pid for pid, _ in self._processes]
+
+    def _end(self) -> None:
         for actor in self.actors:
             ray.kill(actor)
         self.actors = []
@@ -203,7 +181,6 @@ class RayReplica(Replica):
             notes.close()
         self._processes = []
         self._dead = set()
-        self._loaded = False
         if self._placement is not None:
             remove_placement_group(self._placement)
             self._placement = None
@@ -211,7 +188,8 @@ class RayReplica(Replica):
     async def _run_batch(
         self, batch: Sequence[tuple[str, Request]], progress: Callable[[int | Output], None]
     ) -> list[Result | RequestFailed | Cancelled]:
-        actors = self._require_actors()
+        self._require_running()
+        actors = self.actors
         # Number of partial images that were passed to progress. Polling is cancelled at the end, so the
         # answers have all of them.
         sent = 0
@@ -236,7 +214,6 @@ class RayReplica(Replica):
                     progress(preview)
                 reported = done
 
-        self._running_ids = {id_ for id_, _ in batch}
         self._batches += 1
         polling = asyncio.ensure_future(poll())
         try:
@@ -258,38 +235,42 @@ class RayReplica(Replica):
             raise RankDied(f"rank {error.rank} died: {death}.", error.rank) from error
         finally:
             polling.cancel()
-            self._running_ids = set()
         progress(answers[0].steps)
         for preview in answers[0].previews[sent:]:
             progress(preview)
         # The first rank has an outcome for each request: None is for the others.
         return [answer.outcome for answer in answers if answer.outcome is not None]
 
-    @property
-    def running(self) -> bool:
-        return bool(self.actors)
-
     def _cancel_running(self, id_: str) -> None:
-        if self.actors and id_ in self._running_ids:
-            # The answer of the first rank decides for all.
+        if self.actors:
+            # The answer of the first rank decides for all. It ignores a request that its batch lacks.
             self.actors[0].cancel.options(concurrency_group=CONTROL).remote(id_, self._batches)
 
     async def memory(self) -> Memory | None:
-        memory: Memory | None = await self._require_actors()[0].memory.remote()
+        self._require_running()
+        memory: Memory | None = await self.actors[0].memory.remote()
         return memory
 
     async def alive(self) -> bool:
-        if not self._loaded:
+        if not self.running:
             return False
         actors = self.actors
-        pings = [actor.ping.options(concurrency_group=CONTROL).remote() for actor in actors]
-        answers = await asyncio.gather(*pings, return_exceptions=True)
+        answers = await asyncio.gather(*[_ping(actor) for actor in actors], return_exceptions=True)
         errors = {rank: answer for rank, answer in enumerate(answers) if isinstance(answer, BaseException)}
         if actors is self.actors:  # else the replica was stopped meanwhile
             for rank, error in errors.items():
                 self._describe_end(rank, error)
-        # If stop is called just before start ends, start sets _loaded without actors.
-        return len(answers) > 0 and not errors
+        return not errors
+
+
+async def _ping(actor: Any) -> None:
+    """Wait for an answer of a rank. Raise Ray's error if it has ended, and RankDied if it is silent for
+    ``_PING_SECONDS``: the watch of a pool waits for the answers of all replicas.
+    """
+    try:
+        await asyncio.wait_for(actor.ping.options(concurrency_group=CONTROL).remote(), _PING_SECONDS)
+    except TimeoutError:
+        raise RankDied(f"it gave no answer for {_PING_SECONDS:g} s") from None
 
 
 async def _wait_for_answers(refs: Sequence[Any]) -> list[list[Answer]]:

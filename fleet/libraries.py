@@ -1,4 +1,4 @@
-"""Messages of the libraries below this package, which its commands and ranks hide."""
+"""Messages of the libraries below this package, which commands (`cli/`) and ranks (`rank.py`, `engine.py`) hide."""
 
 from __future__ import annotations
 

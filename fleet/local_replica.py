@@ -11,7 +11,6 @@ import logging
 import os
 import queue
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -40,7 +39,6 @@ class _Batch:
 
     ids: set[str]
     ticket: Ticket = field(default_factory=Ticket)  # cancels the call, so only if all requests are cancelled
-    cancelled: set[str] = field(default_factory=set)
     steps: int = 0  # number of finished steps
 
 
@@ -65,9 +63,8 @@ class LocalReplica(Replica):
         env: Mapping[str, str] | None = None,
         own_process: bool = False,
     ) -> None:
-        super().__init__()
+        super().__init__(name)
         load = partial(load_rank, recipe, options)
-        self._name, self._options = name, options
         self._ranks: LaunchedRanks | OwnRank
         if own_process:
             self._ranks = OwnRank(load)
@@ -76,42 +73,18 @@ class LocalReplica(Replica):
             self._ranks = LaunchedRanks(
                 load, options.ranks, timeout=recipe.timeout, devices=devices, display=display, env=env
             )
-        self._thread: _WorkThread | None = None
-        self._started = False  # whether start has ever ended
+        self._thread = _WorkThread(name)
         self._batch: _Batch | None = None  # None while no batch runs
-        self._running = False  # between the ends of start and stop
 
-    async def start(self) -> None:
-        await self.stop()
+    async def _load(self) -> None:
         if isinstance(self._ranks, LaunchedRanks):
             # Not in the work thread, where it could come after a stop that closes the ranks again.
             self._ranks.reopen()
-        begun = time.monotonic()
-        if self._started:
-            logger.info("%s: restarting", self._name)
-        thread = self._thread = _WorkThread(self._name)
-        try:
-            await thread.run(self._load)
-        except asyncio.CancelledError:
-            # The thread still loads. stop ends ranks that are processes, which ends that too; a rank of this
-            # process loads to the end, and a later start finds it loaded.
-            await self.stop()
-            raise
-        except Exception as error:
-            await self.stop()
-            logger.error("%s: cannot start: %s", self._name, describe_exception(error))
-            raise RuntimeError(describe_exception(error)) from error
-        if self._thread is not thread:
-            raise RuntimeError("the replica was stopped while it started.")
-        seconds = time.monotonic() - begun
-        ready = "ready"
-        if self._started:
-            ready = "ready again"
-        self._started = self._running = True
-        ids = ", ".join(map(str, self.process_ids))
-        logger.info("%s: %s after %.1f s, process ids of its ranks: %s", self._name, ready, seconds, ids)
+        # After a stop the thread still loads. Ranks that are processes have ended, which ends that, too; a
+        # rank of this process loads to the end, and a later start, which waits for that, finds it loaded.
+        await self._thread.run(self._start_ranks)
 
-    def _load(self) -> None:
+    def _start_ranks(self) -> None:
         if isinstance(self._ranks, LaunchedRanks):
             self._ranks.start()
             return
@@ -119,24 +92,14 @@ class LocalReplica(Replica):
             self._ranks.start()
 
     @property
-    def running(self) -> bool:
-        return self._running
-
-    @property
     def process_ids(self) -> list[int]:
-        """Process id of each rank."""
         if isinstance(self._ranks, LaunchedRanks):
             return self._ranks.process_ids
         return [os.getpid()]
 
-    async def stop(self) -> None:
-        # _run_batch tells by running whether ranks were stopped or died, so set it before they end.
-        self._running = False
+    def _end(self) -> None:
         if self._batch is not None:
             self._batch.ticket.cancel()
-        if self._thread is not None:
-            self._thread.end()
-            self._thread = None
         self._ranks.close()
 
     async def memory(self) -> Memory | None:
@@ -149,18 +112,13 @@ class LocalReplica(Replica):
         ``options`` are those of :meth:`~para_core.fleet.engine.Ranks.call`. Raise RankDied if the replica
         does not run.
         """
-        thread = self._require_thread()
-        return await thread.run(partial(self._ranks.call, method, *args, **options))
-
-    def _require_thread(self) -> _WorkThread:
-        if self._thread is None or not self.running:
-            raise RankDied("the replica is not running.")
-        return self._thread
+        self._require_running()
+        return await self._thread.run(partial(self._ranks.call, method, *args, **options))
 
     async def _run_batch(
         self, batch: Sequence[tuple[str, Request]], progress: Callable[[int | Output], None]
     ) -> list[Result | RequestFailed | Cancelled]:
-        self._require_thread()
+        self._require_running()
         loop = asyncio.get_running_loop()
         running = _Batch({id_ for id_, _ in batch})
 
@@ -197,19 +155,15 @@ class LocalReplica(Replica):
             self._batch = None
         outcomes: list[Result | RequestFailed | Cancelled] = []
         for (id_, _), result in zip(batch, results, strict=True):
-            if id_ in running.cancelled:
+            if id_ in self._cancelled_ids:
                 outcomes.append(Cancelled(f"cancelled after step {running.steps}."))
             else:
                 outcomes.append(result)
         return outcomes
 
     def _cancel_running(self, id_: str) -> None:
-        batch = self._batch
-        if batch is None or id_ not in batch.ids:
-            return
-        batch.cancelled.add(id_)
-        if batch.cancelled == batch.ids:
-            batch.ticket.cancel()
+        if self._batch is not None and self._batch.ids <= self._cancelled_ids:
+            self._batch.ticket.cancel()
 
     async def alive(self) -> bool:
         if not self.running:
@@ -257,10 +211,10 @@ class _LoggedDisplay(Display):
 
 
 class _WorkThread:
-    """Daemon thread that calls one function after another. The process can end while it works."""
+    """Daemon thread that calls one function after another. The process can end while it waits or works."""
 
     def __init__(self, name: str) -> None:
-        self._jobs = queue.SimpleQueue[tuple[Callable[[], Any], asyncio.Future[Any]] | None]()
+        self._jobs = queue.SimpleQueue[tuple[Callable[[], Any], asyncio.Future[Any]]]()
         threading.Thread(target=self._work, name=f"para_core {name}", daemon=True).start()
 
     async def run(self, function: Callable[[], Any]) -> Any:
@@ -269,13 +223,9 @@ class _WorkThread:
         self._jobs.put((function, future))
         return await future
 
-    def end(self) -> None:
-        """End the thread after the functions that :meth:`run` was given before."""
-        self._jobs.put(None)
-
     def _work(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            function, future = job
+        while True:
+            function, future = self._jobs.get()
             result: Any = None
             error: BaseException | None = None
             try:

@@ -7,7 +7,6 @@ report by :mod:`para_core.launcher` instead. Tests: tests/fleet/test_events.py.
 from __future__ import annotations
 
 import logging
-import uuid
 from collections import deque
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -26,16 +25,6 @@ class LogEntry(NamedTuple):
     message: str
 
 
-class LogPosition(NamedTuple):
-    """The last record that a reader has got, and the relay that it is from.
-
-    The default is before all records.
-    """
-
-    relay: str = ""  # the random name of a LogRelay
-    number: int = 0  # of the record, from 1
-
-
 class LogRelay(logging.Handler):
     """Handler that keeps the records of this process until a reader has got them.
 
@@ -44,7 +33,7 @@ class LogRelay(logging.Handler):
 
     def __init__(self) -> None:
         super().__init__()
-        self._name, self._last = uuid.uuid4().hex, 0
+        self._last = 0  # number of the last record
         self._entries: deque[tuple[int, LogEntry]] = deque(maxlen=_MOST_RECORDS)
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -59,18 +48,14 @@ class LogRelay(logging.Handler):
         self._last += 1
         self._entries.append((self._last, LogEntry(record.created, record.levelno, record.name, message)))
 
-    def read(self, position: LogPosition) -> tuple[LogPosition, list[LogEntry]]:
-        """Return the next position, and the records after ``position``. Forget those up to ``position``.
-
-        A position of another relay, as after a restart of the rank, is before all records.
+    def read(self, position: int) -> tuple[int, list[LogEntry]]:
+        """Return the next position, and the records after ``position``. Forget those up to ``position``, the
+        number of the last record that the reader has got, 0 before all.
         """
         with self.lock:  # type: ignore[union-attr]
-            last_read = 0
-            if position.relay == self._name:
-                last_read = position.number
-            while self._entries and self._entries[0][0] <= last_read:
+            while self._entries and self._entries[0][0] <= position:
                 self._entries.popleft()
-            return LogPosition(self._name, self._last), [entry for _, entry in self._entries]
+            return self._last, [entry for _, entry in self._entries]
 
 
 def log_entries(entries: Iterable[LogEntry]) -> None:

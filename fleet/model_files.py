@@ -97,14 +97,14 @@ def read_index(name: str, *, subject: str = "model") -> Index:
     Raises:
         FileNotFoundError: The folder or repository has no index, or cannot be reached.
     """
-    index_file = _find(name, CLASSICAL, subject) or _find(name, MODULAR, subject)
-    if index_file is None:
-        raise FileNotFoundError(
-            f"{subject} {name!r} has no readable {CLASSICAL} or {MODULAR}; expected a folder written by "
-            "save_pretrained, or a diffusers repository on the Hub."
-        )
-    file, content = index_file
-    return Index(file == MODULAR, content)
+    for file in (CLASSICAL, MODULAR):
+        content = _find(name, file, subject)
+        if content is not None:
+            return Index(file == MODULAR, content)
+    raise FileNotFoundError(
+        f"{subject} {name!r} has no readable {CLASSICAL} or {MODULAR}; expected a folder written by "
+        "save_pretrained, or a diffusers repository on the Hub."
+    )
 
 
 def read_config(name: str, subfolder: str = "", *, subject: str = "model") -> Mapping[str, Any]:
@@ -118,17 +118,17 @@ def read_config(name: str, subfolder: str = "", *, subject: str = "model") -> Ma
     file = "config.json"
     if subfolder:
         file = f"{subfolder}/config.json"
-    config_file = _find(name, file, subject)
-    if config_file is None:
+    content = _find(name, file, subject)
+    if content is None:
         raise FileNotFoundError(
             f"{subject} {name!r} has no readable {file}; expected a folder written by save_pretrained, or a "
             "repository on the Hub."
         )
-    return config_file[1]
+    return content
 
 
-def _find(name: str, file: str, subject: str) -> tuple[str, Mapping[str, Any]] | None:
-    """Return ``(file, its JSON object)`` of a folder or Hub repository; None if it has no such file.
+def _find(name: str, file: str, subject: str) -> Mapping[str, Any] | None:
+    """Return the JSON object in ``file`` of a folder or Hub repository; None if it has no such file.
 
     A ``name`` that is no folder here is taken for a repository, from which the file is downloaded.
 
@@ -149,7 +149,7 @@ def _find(name: str, file: str, subject: str) -> tuple[str, Mapping[str, Any]] |
         raise FileNotFoundError(f"{subject} {name!r} has no readable {file}: {error}") from error
     if not isinstance(content, dict):
         raise FileNotFoundError(f"{subject} {name!r} has no readable {file}: expected a JSON object.")
-    return file, content
+    return content
 
 
 def _download(name: str, file: str, subject: str) -> Path | None:
@@ -175,7 +175,11 @@ def _download(name: str, file: str, subject: str) -> Path | None:
     except Exception as error:
         # An invalid name, a missing or gated repository, or the network: the Hub's client has a class for
         # each.
-        raise FileNotFoundError(_describe_unreachable(name, file, subject, error)) from error
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        raise FileNotFoundError(
+            f"{subject} {name!r} has no readable {file}: it is no folder here, and no repository that can be reached "
+            f"on the Hub ({reason})"
+        ) from error
 
 
 @cache
@@ -197,17 +201,6 @@ def _download_once(name: str, file: str) -> Path | None:
         raise
     except EntryNotFoundError:
         return None
-
-
-def _describe_unreachable(name: str, file: str, subject: str, error: Exception) -> str:
-    reason = type(error).__name__
-    lines = str(error).strip().splitlines()
-    if lines:
-        reason = lines[0]
-    return (
-        f"{subject} {name!r} has no readable {file}: it is no folder here, and no repository that can be reached "
-        f"on the Hub ({reason})"
-    )
 
 
 SingleFile = Literal["pipeline", "denoiser"]

@@ -129,18 +129,15 @@ def describe_class(name: str, cls: Any, defaults: Mapping[str, Any]) -> Pipeline
     """
     parameters = inspect.signature(cls.__call__).parameters
     fields = {key: parameter.default for key, parameter in parameters.items()}
-    annotations = {
-        key: parameter.annotation
-        for key, parameter in parameters.items()
-        # A string annotation (from __future__ import annotations in the pipeline's module) is not evaluated.
-        if not isinstance(parameter.annotation, str) and parameter.annotation is not inspect.Parameter.empty
-    }
     model = describe_call(name, cls.__name__, fields, defaults)
-    return replace(
-        model,
-        annotations={key: annotations[key] for key in model.fields if key in annotations},
-        takes_loras=hasattr(cls, "load_lora_weights"),
-    )
+    types = {key: parameters[key].annotation for key in model.fields}
+    annotations = {
+        key: kind
+        for key, kind in types.items()
+        # A string annotation (from __future__ import annotations in the pipeline's module) is not evaluated.
+        if not isinstance(kind, str) and kind is not inspect.Parameter.empty
+    }
+    return replace(model, annotations=annotations, takes_loras=hasattr(cls, "load_lora_weights"))
 
 
 def describe_call(

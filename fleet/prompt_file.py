@@ -9,12 +9,13 @@ cannot be read tests/cli/test_refusals.py.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from para_core.fleet.failures import describe_exception
+from para_core.fleet.image_files import read_image_file
 from para_core.fleet.pipeline_info import PipelineInfo
 from para_core.fleet.request import Request, make_request
 from para_core.fleet.request_schema import merge_fields, request_schema
@@ -56,10 +57,6 @@ def read_prompts(
     """
     contents = read_contents(path)
     is_plain = _is_plain(path)
-
-    def read_image(name: str) -> bytes:
-        return (path.parent / name).read_bytes()
-
     schema = request_schema(model)
     lines: list[Line] = []
     problems: list[Problem] = []
@@ -70,14 +67,18 @@ def read_prompts(
         try:
             values: Any = {"prompt": text.strip()}
             if not is_plain:
-                values = json.loads(text)
+                values = json.loads(text, object_pairs_hook=_make_object)
             if not isinstance(values, dict):
                 raise ValueError(
                     f'it is {text.strip()[:40]!r}; expected an object such as {{"prompt": "a red circle"}}.'
                 )
             values = merge_fields(common, values, model)
             request = make_request(
-                values, model, seed=seed + number - 1, read_image=read_image, schema=schema
+                values,
+                model,
+                seed=seed + number - 1,
+                read_image=lambda name: read_image_file(path.parent / name),
+                schema=schema,
             )
         except json.JSONDecodeError as error:
             problems.append(Problem(number, f"it is not JSON: {error.msg} at column {error.colno}."))
@@ -88,6 +89,16 @@ def read_prompts(
         else:
             lines.append(Line(number, request))
     return lines, problems
+
+
+def _make_object(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the pairs of a JSON object as a dict. Raise ValueError if two have the same key."""
+    fields: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in fields:
+            raise ValueError(f"field {name!r} is set twice; expected it once.")
+        fields[name] = value
+    return fields
 
 
 def read_contents(path: Path) -> str:

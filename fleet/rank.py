@@ -58,6 +58,9 @@ class Rank:
     def __init__(
         self, recipe: Recipe, options: ReplicaOptions = ReplicaOptions(), *, encode_first: bool = False
     ) -> None:
+        if encode_first and options.prompt_bytes:
+            # The phases have a store of encoded prompts of their own, in the same slot of the text encoders.
+            raise ValueError(f"prompt_bytes is {options.prompt_bytes} with encode_first; expected 0.")
         self._recipe, self._options = recipe, options
         # Without encode_first it is never attached, and encodes_first returns False.
         self._encoder = EncodeFirst(call_pipe)

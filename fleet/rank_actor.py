@@ -19,7 +19,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from para_core.fleet.failures import EncodingFailed, RequestFailed, describe_exception
 from para_core.fleet.last_words import LastWords
-from para_core.fleet.log_relay import LogEntry, LogPosition, LogRelay
+from para_core.fleet.log_relay import LogEntry, LogRelay
 from para_core.fleet.memory import Memory
 from para_core.fleet.outputs import Output, Result
 from para_core.fleet.rank import Rank, ReplicaOptions
@@ -89,7 +89,7 @@ class RankActor:
         with pass_records_to(self._log):
             self._rank = Rank(self._recipe, self._options)
 
-    def loading_log(self, position: LogPosition) -> tuple[LogPosition, list[LogEntry]]:
+    def loading_log(self, position: int) -> tuple[int, list[LogEntry]]:
         """Return the next position, and what :meth:`join` has logged after ``position``."""
         return self._log.read(position)
 
@@ -174,8 +174,7 @@ class RankActor:
 
     def watch_signals(self) -> tuple[int, str]:
         """Leave a note if a signal ends this process. Return its id, and the folder of the note."""
-        if self._last_words is None:
-            self._last_words = LastWords()
+        self._last_words = LastWords()
         return os.getpid(), self._last_words.folder
 
     def remove_notes(self) -> None:

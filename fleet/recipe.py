@@ -253,12 +253,8 @@ def approximations(recipe: Recipe) -> tuple[str, ...]:
     >>> approximations(Recipe("model", cache=0.1, comm_dtype="int8"))
     ('cache', 'comm_dtype')
     """
-    values = {
-        "cache": recipe.cache or None,
-        "pipefusion": recipe.pipefusion,
-        "quantize": recipe.quantize,
-    }
-    names = [name for name, value in values.items() if value is not None]
+    # A cache with the threshold 0 skips no step.
+    names = [name for name in ("cache", "pipefusion", "quantize") if getattr(recipe, name)]
     for name in recipe.approximate_backends:
         # In a command, a schedule is an option of its own.
         if name == "backend" and recipe.schedule is not None:

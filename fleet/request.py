@@ -183,8 +183,8 @@ def make_request(
         values: Fields of the pipeline's call, or ``seed``, ``size``, ``steps``, ``frames``, ``n``. They
             override ``model.defaults``. A field that is None counts as left out.
         seed: Seed if ``values`` has none.
-        read_image: Returns the contents of an image file, given the string in an image field. None refuses
-            images.
+        read_image: Returns the contents of an image file, given the string in an image field, see
+            :func:`~para_core.fleet.image_files.read_images`. None refuses images.
         schema: The result of :func:`request_schema`, to make it once for many requests.
 
     Raises:
@@ -234,17 +234,7 @@ def request_from(
         else:
             fields[full_name] = value
     for name, value in fields.items():
-        if _is_nested_deeper(value, _MAX_NESTING):
-            raise ValueError(f"field {name!r} is nested more than {_MAX_NESTING} levels deep.")
-        # pydantic does not check a value of type Any. Such a value may contain a lone surrogate, which no
-        # tokenizer accepts, or NaN, which would make the image black.
-        try:
-            json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
-        except UnicodeEncodeError as error:
-            surrogate = error.object[error.start]
-            raise ValueError(f"field {name!r} has {surrogate!a}, which is half of a character.") from None
-        except ValueError:
-            raise ValueError(f"field {name!r} is {value!r:.80}; expected finite numbers.") from None
+        _require_json(name, value)
     _require_multiples(values, fields, model)
     if "prompt" in model.fields and fields.get("prompt") is None and not images:
         raise ValueError("field 'prompt' is None; expected a text, or a list of texts.")
@@ -254,6 +244,20 @@ def request_from(
     if not 0 <= seed <= LARGEST_SEED:
         raise ValueError(f"seed is {seed}; expected 0 to {LARGEST_SEED}.")
     return Request(fields, seed, images)
+
+
+def _require_json(name: str, value: Any) -> None:
+    """Raise ValueError if the field ``name`` cannot be JSON. pydantic does not check a value of type Any."""
+    if _is_nested_deeper(value, _MAX_NESTING):
+        raise ValueError(f"field {name!r} is nested more than {_MAX_NESTING} levels deep.")
+    # No tokenizer accepts a lone surrogate, and NaN would make the image black.
+    try:
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+    except UnicodeEncodeError as error:
+        surrogate = error.object[error.start]
+        raise ValueError(f"field {name!r} has {surrogate!a}, which is half of a character.") from None
+    except ValueError:
+        raise ValueError(f"field {name!r} is {value!r:.80}; expected finite numbers.") from None
 
 
 def _is_nested_deeper(value: Any, levels: int) -> bool:

@@ -26,6 +26,7 @@ from para_core.fleet.outputs import Result
 from para_core.fleet.pipeline_info import OutputKind, PipelineInfo
 from para_core.fleet.prompt_file import Line
 from para_core.fleet.request import Request, estimate_pixels
+from para_core.progress import readable_bytes
 
 if TYPE_CHECKING:
     from para_core.fleet.recipe import Recipe
@@ -54,7 +55,7 @@ def find_disk_problem(folder: Path, request: Request, model: PipelineInfo) -> st
     free = shutil.disk_usage(parent).free
     if needed + _SPARE_BYTES <= free or needed <= _SPARE_BYTES:
         return None
-    return f"its result may take {_format_bytes(needed)}, and {folder} has {_format_bytes(free)} free."
+    return f"its result may take {readable_bytes(needed)}, and {folder} has {readable_bytes(free)} free."
 
 
 def _estimate_bytes(requests: Sequence[Request], model: PipelineInfo) -> int:
@@ -64,12 +65,6 @@ def _estimate_bytes(requests: Sequence[Request], model: PipelineInfo) -> int:
             for request in requests
         )
     )
-
-
-def _format_bytes(number: int) -> str:
-    if number >= 1e9:
-        return f"{number / 1e9:.3g} GB"
-    return f"{number / 1e6:.1f} MB"
 
 
 def require_room(folder: Path, requests: Sequence[Request], model: PipelineInfo) -> int:
@@ -90,8 +85,8 @@ def require_room(folder: Path, requests: Sequence[Request], model: PipelineInfo)
     free = shutil.disk_usage(folder).free
     if needed + _SPARE_BYTES > free:
         raise OSError(
-            f"{folder} has {_format_bytes(free)} free, and {len(requests)} results may take {_format_bytes(needed)} "
-            f"(with {_format_bytes(_SPARE_BYTES)} to spare). Use a folder on another disk with --out, or generate "
+            f"{folder} has {readable_bytes(free)} free, and {len(requests)} results may take {readable_bytes(needed)} "
+            f"(with {readable_bytes(_SPARE_BYTES)} to spare). Use a folder on another disk with --out, or generate "
             "fewer at once."
         )
     return needed
@@ -278,8 +273,8 @@ def delete_temporary_files(folder: Path, name: str) -> None:
 
 @contextmanager
 def lock_folder(folder: Path) -> Iterator[None]:
-    """Lock ``folder`` inside this context against other ``para_core generate`` of this machine. Delete their
-    leftover temporary files.
+    """Lock ``folder`` inside this context against other commands of this machine. Delete the leftover temporary
+    files of ``para_core generate``.
 
     On a file system without locks, nothing is locked and nothing deleted.
 
@@ -291,18 +286,15 @@ def lock_folder(folder: Path) -> Iterator[None]:
     # The folder itself is locked, so that no lock file can be left behind. The lock ends with the process.
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        is_locked = False
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            is_locked = True
         except BlockingIOError:
             raise RuntimeError(
-                f"another para_core generate writes to {folder}: wait for it, or use another folder with --out."
+                f"another para_core writes to {folder}: wait for it, or use another folder with --out."
             ) from None
         except OSError:
-            pass  # The file system has no locks.
-        # Without a lock they may be those of a process that is writing.
-        if is_locked:
+            pass  # The file system has no locks, so the files may be those of a process that is writing.
+        else:
             delete_temporary_files(folder, r"(.+-)?\d{5,}")  # names of choose_names
         yield
     finally:

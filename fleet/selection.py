@@ -28,9 +28,8 @@ class Selection:
     home: str  # folder or repository with the configs
     index: Index
     pipeline: str  # name of the class
-    source: (
-        PipelineSource | None
-    )  # None for a modular pipeline, or a class that the installed diffusers lacks
+    # None for a modular pipeline, or a class that the installed diffusers lacks.
+    source: PipelineSource | None
 
     @property
     def needs_prompt(self) -> bool:

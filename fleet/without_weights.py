@@ -78,7 +78,8 @@ def without_weights(model: PipelineInfo, dtype: torch.dtype) -> Any:
             components[name] = None
     # select_pipeline has refused a ControlNet of a class that the pipeline does not name, so each class exists.
     nets = [
-        _make_component(dtype, name, "", "diffusers", _class_of_config(name)) for name in model.controlnet
+        _make_component(dtype, name, "", "diffusers", str(read_config(name).get("_class_name")))
+        for name in model.controlnet
     ]
     if len(nets) == 1:
         components[CONTROLNET] = nets[0]
@@ -160,10 +161,6 @@ class ConfigOnly:
     """Stand-in for a component of a pipeline, with its config alone."""
 
     config: Any
-
-
-def _class_of_config(name: str) -> str:
-    return str(read_config(name).get("_class_name"))
 
 
 def _make_component(dtype: torch.dtype, model: str, name: str, library: str, cls: str) -> Any:

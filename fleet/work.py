@@ -79,7 +79,7 @@ def generate_batch(
     first = mesh is None or mesh.rank == 0
     previews: Previews | None = None
     if watch.preview is not None and requests[0].delivery.partial_images:
-        send: Callable[[Output], None] = _send_nothing
+        send = None
         if first:
             send = watch.preview
         # Decoding is a collective call if the VAE runs on all ranks, or on the first rank for all.
@@ -150,10 +150,6 @@ def _images_of(sample: Any) -> Sequence[Any]:
     if isinstance(sample, Sequence):
         return sample
     return [sample]
-
-
-def _send_nothing(output: Output) -> None:
-    """Ignore the preview ``output``, which the first rank sends."""
 
 
 def _generate_parts(
@@ -285,11 +281,11 @@ def make_step_callback(
 class Previews:
     """Sender of the previews of one request, evenly spaced over its steps.
 
-    Nothing is sent if the latents are not those of a plain image VAE, as in video pipelines. ``decodes`` says
-    whether this rank decodes previews; all ranks must if the VAE runs on several ranks.
+    Nothing is sent if the latents are not those of a plain image VAE, as in video pipelines, or if ``send`` is
+    None. ``decodes`` says whether this rank decodes previews; all ranks must if the VAE runs on several ranks.
     """
 
-    def __init__(self, request: Request, send: Callable[[Output], None], *, decodes: bool) -> None:
+    def __init__(self, request: Request, send: Callable[[Output], None] | None, *, decodes: bool) -> None:
         self._send = send
         self._decodes = decodes
         self._count = request.delivery.partial_images
@@ -317,7 +313,8 @@ class Previews:
             # request.
             logger.debug("no preview of %s: %s", type(pipe).__name__, error)
             return
-        self._send(*previews)
+        if self._send is not None:
+            self._send(*previews)
 
 
 def _predict_clean(pipe: Any, last: Tensor | None, latents: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ replicas attach handlers. Tests: tests/cli/test_progress.py and tests/launcher/t
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
@@ -109,18 +110,21 @@ def component_bytes(folder: Path | None, components: Collection[str] | None = No
 
 
 def _weight_bytes(folder: Path) -> int:
-    """Return the bytes of the weights in the largest format in ``folder``; 0 if it is no folder. Variants of one
-    format, such as ``x.safetensors`` and ``x.fp16.safetensors``, are added up.
+    """Return the bytes of the weights in the largest format in ``folder``; 0 if it is no folder. Variants, such as
+    ``x.fp16.safetensors``, count only without a ``x.safetensors``, which diffusers loads by default.
 
     Raises:
         OSError: A file cannot be read.
     """
-    by_format = dict.fromkeys(_WEIGHTS, 0)
+    sizes: Counter[tuple[str, str]] = Counter()
     if folder.is_dir():
         for file in folder.iterdir():
-            if file.suffix in by_format:
-                by_format[file.suffix] += file.stat().st_size
-    return max(by_format.values())
+            if file.suffix in _WEIGHTS:
+                # A part of a variant is named "x.fp16-00001-of-00002.safetensors".
+                variant = file.stem.partition(".")[2].partition("-")[0]
+                sizes[variant, file.suffix] += file.stat().st_size
+    usual = [size for (variant, _), size in sizes.items() if not variant]
+    return max(usual or sizes.values(), default=0)
 
 
 class _ComponentCounter(logging.Handler):

@@ -31,9 +31,9 @@ class EncodedPrompts:
     as free memory.
 
     The key of a call has the encoder's name, the scales of its LoRA layers, which pipelines set before each
-    call, and all arguments; of a tensor the dtype, the shape and the bytes, but not the device. Nothing else
-    counts, such as autocast or weights: if the text encoders' weights change, for example by another LoRA,
-    call :meth:`clear`.
+    call, and all arguments; of a tensor the device, the dtype, the shape and the bytes. Nothing else counts,
+    such as autocast or weights: if the text encoders' weights change, for example by another LoRA, call
+    :meth:`clear`.
 
     Calls with gradients enabled are always computed and not kept, unless :attr:`complete` is set. An output
     that is larger than ``max_bytes`` is not kept. Arguments and outputs are pickled without their tensors,
@@ -114,11 +114,11 @@ class EncodedPrompts:
 
 
 def _digest(value: Any) -> bytes:
-    """Return a digest of ``value``, in which a tensor counts by its dtype, shape and bytes, not by its device."""
+    """Return a digest of ``value``, in which a tensor counts by its device, dtype, shape and bytes."""
     pickled, tensors = split_tensors(value)
     digest = sha256(pickled)
     for x in tensors:
-        digest.update(f"{x.dtype} {tuple(x.shape)}".encode())
+        digest.update(f"{x.device} {x.dtype} {tuple(x.shape)}".encode())
         digest.update(tensor_bytes(x.cpu()).numpy().tobytes())
     return digest.digest()
 

@@ -24,7 +24,7 @@ from para_core.fleet.http.errors import RequestError
 from para_core.fleet.http.forms import read_form
 from para_core.fleet.http.image_fields import read_data, with_pipeline_names
 from para_core.fleet.http.lora_folder import LoraFolder
-from para_core.fleet.image_files import open_image
+from para_core.fleet.image_files import MAX_IMAGE_PIXELS, open_image
 from para_core.fleet.memory import Memory
 from para_core.fleet.outputs import find_side_problem, formats_here
 from para_core.fleet.pipeline_info import PipelineInfo
@@ -194,17 +194,18 @@ def read_request(
     fields = _validate(values, schema, model)
     # What is left in fields goes to the pipeline, so everything else is taken out.
     delivery = _take_delivery(fields, options)
-    default_lora: str | None = None
-    if loras is not None:
-        default_lora = loras.default
-    lora = fields.pop("lora", default_lora)
 
     def read_image(text: str) -> bytes:
         data = read_data(text, files)
-        open_image(data, options.pixels)
+        open_image(data, min(options.pixels, MAX_IMAGE_PIXELS))
         return data
 
     try:
+        adapter: Lora | None = None
+        if loras is not None:
+            lora = fields.pop("lora", loras.default)
+            if lora not in (None, "none"):
+                adapter = loras.find(lora)
         _require_short_texts(fields, model)
         _refuse_files(fields, files, model)
         _replace_seconds(fields, model, delivery.fps)
@@ -212,9 +213,6 @@ def read_request(
             fields["seed"] = options.seed
             if options.seed is None:
                 fields["seed"] = secrets.randbelow(_DRAWN_SEEDS)
-        adapter: Lora | None = None
-        if loras is not None and lora not in (None, "none"):
-            adapter = loras.find(lora)
         request = request_from(fields, model, read_image=read_image)
     except ValueError as error:
         raise RequestError(400, "invalid_value", str(error)) from None

@@ -1,4 +1,7 @@
-"""The error responses of the server, and the conversion of failures to them."""
+"""The error responses of the server, and the conversion of failures to them, by which `jobs.py` answers.
+
+Tests: tests/fleet/test_hostile.py, tests/fleet/test_server.py.
+"""
 
 from __future__ import annotations
 

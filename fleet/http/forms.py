@@ -18,16 +18,11 @@ from para_core.fleet.http.errors import RequestError
 _MAX_FILES = 32  # as many as two fields of images may have, see bodies._MAX_IMAGES
 _MAX_FIELDS = 200
 # Values of these form fields, and of those whose names _PROMPT_NAME matches, are strings: the prompt "1" is a
-# text. Values of other fields are parsed as JSON.
+# text. Values of other fields are parsed as JSON, also of those that bodies.py ignores.
 _TEXT_FIELDS = (
     "size",
     "response_format",
     "output_format",
-    "user",
-    "model",
-    "quality",
-    "style",
-    "background",
     "lora",
 )
 # Names of prompts, such as negative_prompt_2. Numbers and switches are none: num_images_per_prompt,

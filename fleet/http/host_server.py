@@ -13,7 +13,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import uvicorn
@@ -24,6 +24,7 @@ from para_core.fleet.http.server import Server
 from para_core.fleet.pipeline_info import PipelineInfo
 from para_core.fleet.rank import ReplicaOptions
 from para_core.fleet.recipe import Recipe
+from para_core.fleet.result_files import lock_folder
 
 # Largest size of a request's head in bytes, above what the server itself accepts, so that it answers and not
 # uvicorn.
@@ -60,10 +61,14 @@ def run_server(
     Raises:
         OSError: The port is in use.
         ValueError: There are too few GPUs, or the Ray cluster is too small.
-        RuntimeError: A replica cannot start.
+        RuntimeError: A replica cannot start, or another command has the folder of asynchronous videos.
     """
     logger.info("starting: %s, %d replicas of %d ranks", model.pipeline, replicas, replica_options.ranks)
-    with bind_socket(host, port) as listener:
+    with ExitStack() as stack:
+        listener = stack.enter_context(bind_socket(host, port))
+        if model.kind == "video" and options.videos is not None:
+            options.videos.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(lock_folder(options.videos))
         pool = Pool(recipe, replica_options, replicas, debug=debug)
         server = Server(pool, model, options)
         server.loading = True

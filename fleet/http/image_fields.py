@@ -98,22 +98,15 @@ def _convert_masks(value: Any, files: dict[str, bytes]) -> Any:
 
 
 def read_data(text: str, files: Mapping[str, bytes]) -> bytes:
-    """Return the contents of an image: the file of the form whose placeholder is ``text``, or else ``text``
-    decoded.
+    """Return the contents of an image: the file of the form whose placeholder is ``text``, or what is encoded
+    in ``text``.
 
     Raises:
-        ValueError: ``text`` is neither a placeholder nor base64, see :func:`_decode_base64`.
+        ValueError: ``text`` is no placeholder, ``data:`` URL or base64. Paths and other URLs are not opened,
+            because a client chooses them.
     """
     if text in files:
         return files[text]
-    return _decode_base64(text)
-
-
-def _decode_base64(text: str) -> bytes:
-    """Return the contents of an image given as a ``data:`` URL or as base64.
-
-    Paths and other URLs raise ValueError: the server must not open files or addresses that a client chooses.
-    """
     if text.startswith("data:"):
         text = text.partition(",")[2]
     try:

@@ -215,7 +215,7 @@ class Pool:
         """Cancel a job: at once if it still waits for a replica, after its current step if it runs."""
         replica = self._running.get(job.id_)
         if replica is None:
-            job.finish(_make_cancellation())
+            job.finish(Cancelled("cancelled before its first step."))
         else:
             replica.cancel(job.id_)
 
@@ -231,7 +231,3 @@ def _restore_sigterm() -> None:
     handler = signal.getsignal(signal.SIGTERM)
     if handler is not None and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, handler)
-
-
-def _make_cancellation() -> Cancelled:
-    return Cancelled("cancelled before its first step.")

@@ -42,8 +42,8 @@ class Videos:
     are the routes below ``/v1/videos``; the page ``/docs`` shows their docstrings. They return records in the
     form of OpenAI's API. ``read`` reads and validates the body of an HTTP request, ``card`` is the model's of
     `model_card.py`, and ``warn`` returns the warnings about the fields of a request. The folder
-    ``options.videos`` is created if it does not exist. Each running server needs its own: another one takes
-    the videos that run in it for those of an earlier server.
+    ``options.videos`` is created if it does not exist. Each running server needs its own, which
+    `host_server.py` locks: another server would take the videos that run in it for those of an earlier one.
     """
 
     def __init__(
@@ -131,16 +131,16 @@ class Videos:
 
     def _show(self, id_: str) -> dict[str, Any]:
         """Return the record of a video as clients see it, with its progress if it runs."""
-        record = self._records[id_]
+        shown = {name: value for name, value in self._records[id_].items() if name != "files"}
         job = self._running.get(id_)
         if job is not None and job.steps_done:
             each = {**self._defaults, **job.request.fields}.get("num_inference_steps")
             steps = job.steps_done + 1  # at least, if their number is unknown
             if each:
                 steps = each * job.request.calls
-            # Only in memory: on disk the video stays queued until it ends.
-            record |= {"status": "in_progress", "progress": min(99, 100 * job.steps_done // steps)}
-        return {name: value for name, value in record.items() if name != "files"}
+            # The record itself stays queued until the video ends.
+            shown |= {"status": "in_progress", "progress": min(99, 100 * job.steps_done // steps)}
+        return shown
 
     async def get(self, video_id: str) -> dict[str, Any]:
         """Show the status of a video."""

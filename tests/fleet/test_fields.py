@@ -89,7 +89,7 @@ def mask(mode, hidden, color=1):
 
 
 MASK = mask("RGBA", (9, 9, 9, 0), (9, 9, 9, 255))
-MASKS = [reference(MASK), MASK, mask("P", 0), mask("L", 0), mask("RGB", (0, 0, 0))]
+MASKS = [reference(MASK), MASK, mask("P", 0), mask("L", 0), mask("I;16", 0), mask("RGB", (0, 0, 0))]
 MASKS.append(mask("RGBA", (255, 255, 255, 255), (0, 0, 0, 255)))  # of diffusers: nothing is transparent
 
 
@@ -187,9 +187,10 @@ def test_lines_of_a_prompt_file(tmp_path):
     deep = {"joint_attention_kwargs": json.loads("[" * 500 + "]" * 500)}  # too deep to be sent to a rank
     lines += [{"prompt": "a", **more} for more in ({"size": "16x32"}, {"guidance_scale": None}, deep)]
     path = tmp_path / "prompts.jsonl"
-    path.write_text("\n".join(map(json.dumps, lines)))
+    path.write_text("\n".join([*map(json.dumps, lines), '{"prompt": "a", "prompt": "b"}']))
     valid, problems = read_prompts(path, describe_class("", FluxPipeline, {}), {"size": "64x48", "steps": 5})
-    assert [(each.number, "nested" in each.reason) for each in problems] == [(4, True)]
+    words = ("nested", "'prompt' is set twice")
+    assert [(each.number, [x in each.reason for x in words]) for each in problems] == [(4, [1, 0]), (5, [0, 1])]
     # A line overrides the options of the command, whichever name they have.
     names = ("width", "height", "num_inference_steps")
     values = [tuple(line.request.fields[name] for name in names) for line in valid]

@@ -3,12 +3,15 @@
 import shutil
 import socket
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 
 from para_core.cli.app import run
+from para_core.fleet.http.host_server import run_server
 from para_core.fleet.pipeline_info import find_tiny_flux
+from para_core.fleet.result_files import lock_folder
 from tests.fleet.commands import find_free_port, messages, serve
 from tests.fleet.test_server import PATH, ask, get
 
@@ -39,8 +42,11 @@ def test_one_rank_needs_no_second_process():
     assert sum("loaded component 3 of 7" in text for _, text in logged) == 1
 
 
-def test_used_port_and_broken_model_end_with_a_sentence(tmp_path, capsys, monkeypatch):
+def test_used_port_used_folder_and_broken_model_end_with_a_sentence(tmp_path, capsys, monkeypatch):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    options = SimpleNamespace(kind="video", pipeline="", videos=tmp_path, ranks=1)
+    with lock_folder(tmp_path), pytest.raises(RuntimeError, match="another para_core"):
+        run_server(options, None, options, options, host="127.0.0.1", port=0, ready=None)
     port = find_free_port()
     with socket.create_server(("127.0.0.1", port)):
         assert run(["serve", "--port", str(port), "--ranks", "1"]) == 1

@@ -20,7 +20,7 @@ def nested(depth, left="[", right="]"):
 def request(body=b'{"prompt": "a"}', *, method="POST", path=PATH, host="127.0.0.1", kind=JSON, extra=b"", length=None):
     body = body if isinstance(body, bytes) else json.dumps(body).encode()
     head = [f"{method} {path} HTTP/1.1"]
-    head += [] if host is None else [f"Host: {host}"]
+    head += [f"Host: {host}"]
     head += [] if kind is None else [f"Content-Type: {kind}"]
     head += [f"Content-Length: {len(body) if length is None else length}", "Connection: close"]
     return "\r\n".join(head).encode("latin-1") + b"\r\n" + extra + b"\r\n" + body
@@ -43,7 +43,6 @@ LONG = "word " * 20_000
 PROMPT, FILE = ('name="prompt"', "a"), 'name="prompt"; filename="p"'
 # Each row has the status, words of the message, and the bytes.
 CORPUS = {
-    # -- Bodies.
     "empty body": (400, "body .*JSON", request(b"")),
     "JSON array": (400, "body .*object", request(b'[{"prompt": "a"}]')),
     "nested body": (400, "body .*JSON", request(nested(100_000).encode())),
@@ -52,18 +51,15 @@ CORPUS = {
     "body above the limit": (413, "200000 bytes", request(b" " * 200_001)),
     "lone surrogate": (400, "JSON", request(b'{"prompt": "\\ud800"}')),
     "steps with 5000 digits": (400, "", request(b'{"prompt": "a", "steps": ' + b"9" * 5000 + b"}")),
-    # -- Forms.
     "form without a boundary": (400, "form", request(form(PROMPT), kind="multipart/form-data")),
     "form that ends early": (400, "", form_request(b'--x\r\nContent-Disposition: form-data; name="prompt"\r\n\r\na')),
     "form of many fields": (400, "form", form_request(form(*[(f'name="k{i}"', "1") for i in range(500)]))),
     "form with a broken file": (400, "image", form_request(form(PROMPT, ('name="image"; filename="../x"', "GIF89a")))),
     "form with a file as prompt": (400, "'prompt' is a file", form_request(form((FILE, "\xff\xfe" * 9000)))),
     "form with two prompts, one a file": (400, "'prompt' is a file", form_request(form(PROMPT, (FILE, "a")))),
-    # -- Types, hosts and origins.
     "no content type": (415, "multipart", request(kind=None)),
     "a simple form": (415, "multipart", request(b"prompt=a", kind="application/x-www-form-urlencoded")),
     "content type in capitals": (200, "", request(kind="Application/JSON; charset=utf-8")),
-    "no host": (400, "", request(host=None)),
     "host with a path": (400, "Host", request(host="127.0.0.1/evil")),
     "two hosts": (400, "", request(extra=b"Host: evil.example\r\n")),
     "host that begins like loopback": (403, "no API key", request(host="127.0.0.1.evil.example")),
@@ -73,13 +69,9 @@ CORPUS = {
     "malformed page": (403, "--cors", request(extra=b"Origin: http://[\r\n")),
     "own page": (200, "", request(extra=b"Origin: http://127.0.0.1\r\n")),
     "forwarded page": (403, "", request(extra=b"Origin: http://e.org\r\nX-Forwarded-Host: e.org\r\n")),
-    # -- Identifiers and paths.
     "id as a path": (409, "X-Request-Id", request(extra=b"X-Request-Id: ../../x\r\n")),
-    "id too long": (409, "X-Request-Id", request(extra=b"X-Request-Id: " + b"a" * 65 + b"\r\n")),
     "GET of a POST route": (405, f"POST {PATH}", get(PATH)),
-    "file of no result": (404, "'x'", get("/v1/files/x/0")),
     "result that cannot be encoded": (500, "cannot be encoded: no encoder", request({"prompt": "not encoded"})),
-    # -- HTTP.
     "huge header": (431, "", request(extra=b"X: " + b"a" * 200_000 + b"\r\n")),
     "bad chunk": (
         *(400, ""),
@@ -100,14 +92,12 @@ FIELDS = [
     ({"joint_attention_kwargs": {"a": json.loads(nested(15))}, "prompt_2": ["b"], "negative_prompt": None}, ""),
     ({"joint_attention_kwargs": {"scale": float("inf")}}, "JSON|'joint_attention_kwargs' .*inf"),
     ({f"k{i}": i for i in range(5000)}, "'k0'"),
-    # -- Numbers.
     *[({name: value}, f"'{name}' .*{value}") for name, value in VALUES],
     ({"steps": 200, "seed": 2**63 - 1, "max_sequence_length": 4096}, ""),
     ({"guidance_scale": float("nan")}, "'guidance_scale' .*nan.* finite"),
     ({"max_sequence_length": 10**9}, "'max_sequence_length' .*1000000000.* 4096"),
     ({"sigmas": [1.0] * 201}, "'sigmas' has 201 .* 200"),
     ({"sigmas": [1.0, "0"]}, "'sigmas' .*'0'"),
-    # -- Sizes.
     *[({"size": size}, "'size'") for size in ("0x8", "9" * 5000 + "x1", "\uff16\uff14x\uff16\uff14")],
     ({"size": "1024x1024", "n": 16}, "4194304 .*512x512"),
     ({"prompt": ["a"] * 16, "size": "1024x1024"}, "16777216 pixels"),
@@ -115,11 +105,9 @@ FIELDS = [
     ({"size": "65504x16", "output_format": "jpeg"}, "'width' is 65504.* jpg .* 65500"),
     ({"size": "auto", "width": 32, "height": 32, "steps": None, "num_inference_steps": 3}, ""),
     ({"height": 10**400}, "'height' "),
-    # -- Images.
     ({"image": image_url(Image.new("1", (4096, 4096)))}, "4096 × 4096 .*4194304"),
-    ({"image": f"data:image/png;base64,{NO_PALETTE}"}, "^68 bytes are not a readable image"),
+    ({"image": f"data:image/png;base64,{NO_PALETTE}"}, "^field 'image': 68 bytes are not a readable image"),
     ({"image": [image_url()] * 16, "size": "2048x2048"}, ""),
-    # -- Ends of the replica's.
     ({"prompt": "refused"}, "the pipeline says no"),
 ]
 

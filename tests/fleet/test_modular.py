@@ -3,6 +3,7 @@
 import json
 import sys
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -13,7 +14,8 @@ from peft.utils import get_peft_model_state_dict
 from PIL import Image
 from safetensors.torch import save_file
 
-from para_core.fleet.build import build, find_model
+from para_core.fleet import build as build_module
+from para_core.fleet.build import build, build_unmodified, find_model
 from para_core.fleet.outputs import encode
 from para_core.fleet.recipe import Recipe, check_options_of_model
 from para_core.fleet.request import Delivery, Request, make_request
@@ -67,8 +69,13 @@ def test_fields_are_inputs_of_blocks(folders, tmp_path):
     assert make_request({"image": "a.png"}, wan, read_image=lambda path: output.data).images
 
 
-def test_options_without_a_method_and_unknown_blocks_are_refused(folders, tmp_path):
+def test_options_without_a_method_and_unknown_blocks_are_refused(folders, tmp_path, monkeypatch):
     flux = find_model(folders("flux"))
+    # The reference of a comparison needs no such method.
+    monkeypatch.setattr(build_module, "_device_type", lambda: "cuda")
+    with mock.patch.object(build_module, "_place_components") as placed:
+        build_unmodified(Recipe(flux.name, offload="blocks"))
+    assert placed.call_args.args[1].offload is None
     with pytest.raises(ValueError, match=r"offload.*FluxModularPipeline"):
         check_options_of_model(flux, Recipe(flux.name, offload="model"))
     cosmos = find(tmp_path, "Cosmos3Distilled", "Cosmos3DistilledBlocks")

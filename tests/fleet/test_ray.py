@@ -187,19 +187,23 @@ REQUEST = ("a", make_request({"prompt": "a"}, find_model(None), seed=0))
 def ask(monkeypatch, caplog):
     """Return a function that runs ``question(replica, actors)``, and returns the errors that were logged meanwhile."""
     monkeypatch.setattr(ray, "kill", lambda actor: actor.died.set())
-    monkeypatch.setattr(group, "_POLL_SECONDS", 0.01)
+    for name in ("_POLL_SECONDS", "_PING_SECONDS"):
+        monkeypatch.setattr(group, name, 0.01)
+    for name in ("resources_of_rank", "PlacementGroupSchedulingStrategy", "remove_placement_group"):
+        monkeypatch.setattr(group, name, mock.MagicMock())
+    monkeypatch.setattr(group, "placement_group", lambda *_, **__: mock.Mock(ready=mock.AsyncMock()))
 
     def ask(question, answers):
         async def run():
             replica = group.RayReplica(Recipe(""), ReplicaOptions(2))
             actors = [Actor(**answers), Actor(**answers)]
 
-            async def place():
-                for actor in actors:
-                    actor.died = asyncio.Event()
-                replica.actors = actors
+            def place(recipe, rank, options):
+                actors[rank].died = asyncio.Event()
+                return actors[rank]
 
-            monkeypatch.setattr(replica, "_place_actors", place)
+            monkeypatch.setattr(ray, "remote", mock.Mock())
+            ray.remote.return_value.return_value.options.return_value.remote = place
             await question(replica, actors)
             await asyncio.sleep(0.05)
             # Asyncio logs an exception that nobody has read when the task is collected.
@@ -227,11 +231,22 @@ async def cancel_a_start_and_a_batch(replica, actors):
     assert starting.cancelled() and not replica.running and actors[1].died.is_set()
 
 
+async def stop_a_start(replica, actors):
+    for seconds in (0.0, 0.05):  # while it waits for its placement group, and for the ranks
+        starting = asyncio.ensure_future(replica.start())
+        await asyncio.sleep(seconds)
+        await replica.stop()
+        with pytest.raises(RuntimeError, match="stopped while"):
+            await starting
+        assert (actors[0].calls == [], replica.actors) == (seconds == 0, [])
+
+
 async def cancel_while_a_batch_is_repeated(replica, actors):
     await replica.start()
     batch = [REQUEST, ("b", REQUEST[1])]
     outcomes = await replica.generate_batch(batch, lambda event: replica.cancel("b"))
     assert [type(outcome) for outcome in outcomes] == [RequestFailed, Cancelled]
+    assert not await replica.alive()  # No rank answers a ping.
 
 
 async def die_together(replica, actors):
@@ -256,7 +271,12 @@ async def die_while_loading(replica, actors):
     ("question", "answers", "errors"),
     [
         (cancel_a_start_and_a_batch, RUNNING, []),
-        (cancel_while_a_batch_is_repeated, {**RUNNING, "generate_batch": [FAILED, FAILED]}, []),
+        (
+            cancel_while_a_batch_is_repeated,
+            {**RUNNING, "generate_batch": [FAILED, FAILED]},
+            ["no answer for 0.01 s"] * 2,
+        ),
+        (stop_a_start, LOADING, []),
         (die_together, RUNNING, ["rank 0 died"]),
         (die_while_loading, LOADING, ["rank 0 died", "cannot start: rank 0 died"]),
     ],

@@ -1,7 +1,7 @@
 """Recipes: options that exclude each other, and what follows from several options."""
 
 import json
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, fields
 
 import pytest
 
@@ -46,6 +46,7 @@ def test_text_encoders_follow_other_options():
     ):
         recipe = Recipe("model", **options)
         assert (recipe.encoders_placement, recipe.encoders_wait_on_host) == (placement, waits)
+    assert not Recipe("model", text_encoders="replicate").moves_weights
 
 
 def test_one_rank_leaves_out_what_several_ranks_share():
@@ -53,15 +54,6 @@ def test_one_rank_leaves_out_what_several_ranks_share():
     shared |= {"rotate_method": "allgather", "comm_dtype": "int8"}
     kept = {"cache": 0.1, "quantize": "int8", "vae_placement": "offload"}
     assert on_one_rank(Recipe("model", mesh=(("tensor", 2),), **shared, **kept)) == Recipe("model", **kept)
-
-
-def test_a_recipe_whose_weights_move_can_be_loaded_by_model_offload():
-    for options in ({"text_encoders": "first", "vae_placement": "first"}, {"offload": "blocks"}):
-        recipe = Recipe("model", **options)
-        assert recipe.moves_weights
-        whole = replace(recipe.without_placements, offload="model")
-        assert (whole.offload, whole.placements) == ("model", {})
-    assert not Recipe("model", text_encoders="replicate").moves_weights
 
 
 # Options that change results by more than rounding, and options that do not.

@@ -5,12 +5,14 @@ import logging
 import os
 import re
 import signal
+import time
 
 import pytest
 
 from para_core.fleet import group
 from para_core.fleet.build import build, find_model
 from para_core.fleet.failures import RequestFailed
+from para_core.fleet.local_replica import LocalReplica
 from para_core.fleet.outputs import Output
 from para_core.fleet.rank import ReplicaOptions
 from para_core.fleet.recipe import Recipe
@@ -32,10 +34,6 @@ def request(prompt="a large red circle", seed=5, partial_images=0, **fields):
     return Request(made.fields, seed, delivery=Delivery(partial_images=partial_images))
 
 
-def process_ids(replica):
-    return [pid for pid, _ in replica._processes] if isinstance(replica, group.RayReplica) else replica.process_ids
-
-
 async def give_results(replica):
     events = []
     previewed = request(partial_images=2)
@@ -54,7 +52,7 @@ async def give_results(replica):
 
 
 async def cancel_after_a_step(replica):
-    processes, reached = process_ids(replica), asyncio.Event()
+    processes, reached = replica.process_ids, asyncio.Event()
 
     def progress(event):
         if event >= 2:
@@ -71,12 +69,12 @@ async def cancel_after_a_step(replica):
     for cancelled, kinds in (("a", ["Cancelled", "Result"]), ("ab", ["Cancelled", "Cancelled"])):
         outcomes = await replica.generate_batch(batch, lambda event, ids=cancelled: [*map(replica.cancel, ids)])
         assert [type(outcome).__name__ for outcome in outcomes] == kinds
-    assert process_ids(replica) == processes
+    assert replica.process_ids == processes
     assert len(await replica.generate_batch([("next", request())])) == 1
 
 
 async def die_and_start_again(replica):
-    before = process_ids(replica)
+    before = replica.process_ids
 
     def progress(event):
         if event >= 2:
@@ -88,13 +86,25 @@ async def die_and_start_again(replica):
     with pytest.raises(RankDied, match="not running"):
         await replica.generate(request())
     await replica.start()
-    assert await replica.alive() and not {*before} & {*process_ids(replica)}
+    assert await replica.alive() and not {*before} & {*replica.process_ids}
     # While no request runs.
-    os.kill(process_ids(replica)[0], signal.SIGSEGV)
+    os.kill(replica.process_ids[0], signal.SIGSEGV)
     async with asyncio.timeout(30):
         while await replica.alive():
             await asyncio.sleep(0.05)
     assert isinstance(replica, group.RayReplica) or not replica.running
+
+
+def test_stopped_start_loads_to_its_end_and_leaves_a_later_one_alone():
+    replica, loads = LocalReplica(RECIPE, ReplicaOptions(), own_process=True), []
+    replica._ranks._load = lambda: (time.sleep(0.1), loads.append(1))
+
+    async def run():
+        return await asyncio.gather(replica.start(), replica.start(), return_exceptions=True)
+
+    stopped, later = asyncio.run(run())
+    assert "stopped while it started" in str(stopped)
+    assert (later, loads, replica.running) == (None, [1], True)
 
 
 async def stop_with_a_request(replica):
@@ -123,8 +133,8 @@ def test_replica_gives_the_results_of_one_process(monkeypatch, caplog, address, 
     async def run():
         (replica,) = make_replicas(RECIPE, options, 1)
         await replica.start()
-        assert len(set(process_ids(replica))) == ranks
-        assert (os.getpid() in process_ids(replica)) == (ranks == 1)
+        assert len(set(replica.process_ids)) == ranks
+        assert (os.getpid() in replica.process_ids) == (ranks == 1)
         results = await give_results(replica)
         for question in (cancel_after_a_step, *ends):
             await question(replica)

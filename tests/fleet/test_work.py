@@ -12,7 +12,7 @@ import torch.distributed as dist
 from diffusers import FluxImg2ImgPipeline
 from PIL import Image
 
-from para_core.fleet.build import _offload_components, build, dtype_of, find_model
+from para_core.fleet.build import build, build_unmodified, dtype_of, find_model
 from para_core.fleet.failures import EncodingFailed
 from para_core.fleet.memory import foresee_mesh, predict_memory
 from para_core.fleet.outputs import encode
@@ -59,9 +59,10 @@ def test_recipe_equals_plain_pipeline(rank_pool, plain):
 
 def test_components_are_offloaded_from_the_gpu_of_their_rank(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
-    pipe = load_pipe(FLUX)
-    _offload_components(pipe, "cuda")
-    assert pipe._offload_device == torch.device("cuda", 1)  # without an index diffusers takes the first GPU
+    monkeypatch.setattr("para_core.fleet.build._device_type", lambda: "cuda")
+    for options in ({"text_encoders": "first", "vae_placement": "first"}, {"offload": "blocks"}):
+        pipe = build_unmodified(Recipe(FLUX, dtype="float32", **options))
+        assert pipe._offload_device == torch.device("cuda", 1)  # without an index diffusers takes the first GPU
 
 
 def preview_and_cancel():

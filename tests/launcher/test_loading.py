@@ -51,7 +51,7 @@ def test_only_warnings_of_imports_are_hidden(shown, monkeypatch, module, variabl
 
 
 def test_bytes_are_those_of_the_largest_format_unless_a_file_cannot_be_read(tmp_path):
-    for file in ("unet/1.bin", "unet/2.bin", "unet/1.safetensors", "vae/1.bin"):
+    for file in ("unet/1.bin", "unet/2.bin", "unet/1.fp16.bin", "unet/1.safetensors", "vae/1.bin"):
         (tmp_path / file).parent.mkdir(exist_ok=True)
         (tmp_path / file).write_bytes(b"123")
     (tmp_path / "vae" / "linked.bin").symlink_to(tmp_path / "nothing")
