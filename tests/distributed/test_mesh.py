@@ -225,6 +225,7 @@ def refuse_wrong_meshes():
         (lambda: UnifiedAttnMode(unnamed), r"ValueError: mesh .*1 unnamed"),
         (lambda: UnifiedAttnMode(three), r"ValueError: .*\['replica'\].*mesh\['ring', 'ulysses'\]"),
         (lambda: init_context_parallel_mesh(torch.device("cpu", rank)), r"TypeError: device_type .*index=.*'cuda'"),
+        (lambda: init_context_parallel_mesh(max_ring_dim_size=True if rank else 1), r"ValueError: .* a bool"),
         *[(partial(init_context_parallel_mesh, of), rf"ValueError: device_type .*'{of}'") for of in ("cpu:0", "gpu")],
     ]
     if rank > 1:
