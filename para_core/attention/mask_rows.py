@@ -117,8 +117,8 @@ _READ_FIRST = frozenset({"to", "type_as", "expand_as"})
 
 
 def follow_parts(function: Function, args: Sequence[Any], values: Iterable[Any], output: Any) -> None:
-    """Mark ``output``, which ``function`` returned, if it was computed row by row from arguments with rows
-    that ``cp.shard`` made. Where it was written to in another way, its mark does not hold any more.
+    """Mark ``output``, which ``function`` returned, if it was computed row by row from arguments with rows, or with
+    a single column, that ``cp.shard`` made. Where it was written to in another way, its mark does not hold any more.
 
     ``values`` are those of the keyword arguments. An argument whose rows nobody knows, such as a mask made
     from the length of the input, leaves the output without a mark.
@@ -151,6 +151,8 @@ def follow_parts(function: Function, args: Sequence[Any], values: Iterable[Any],
     mark = None
     if is_view or name in _NAMES_BY_ROW or (name == "setitem" and _writes_columns(args[1], args[2])):
         mark = _common_mark(read, output, is_view=is_view, is_taken=name == "getitem", writes=writes)
+        if mark is None and output.shape[-1] == 1:
+            mark = _mark_of_column(read, output, writes=writes)
     if mark is not None:
         _set_mark(output, mark)
 
@@ -200,6 +202,18 @@ def _common_mark(
         elif mark not in (common, _ANY_ROWS):
             return None
     return common
+
+
+def _mark_of_column(values: Iterable[Any], output: Tensor, *, writes: bool) -> Mark | None:
+    """Return the mark of the first of ``values`` that is a single column which ``cp.shard`` made. It stays this column
+    next to columns of any origin, because these are broadcast to it.
+    """
+    for x in values:
+        if isinstance(x, Tensor) and not _has_no_rows(x) and x.shape[-1:] == (1,):
+            mark = mark_of(x, writes=int(writes and x is output))
+            if mark is not None and mark[0] == -1:
+                return mark
+    return None
 
 
 def describe_rows(mask: Tensor, query_layout: SequenceLayout, key_layout: SequenceLayout, rank: int) -> int:
