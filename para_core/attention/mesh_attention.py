@@ -22,6 +22,7 @@ from para_core.attention.attention_options import AttnOptions
 from para_core.attention.attention_plan import AttentionPlan
 from para_core.attention.backend_selection import check_some_backend, computes_in_float32
 from para_core.attention.backends.pytorch import SWITCHES
+from para_core.attention.blocks import check_attn_func, run_attn_func
 from para_core.attention.call_agreement import (
     NO_MASK,
     MaskRecord,
@@ -31,7 +32,7 @@ from para_core.attention.call_agreement import (
     settle_masks,
     warn_of_single_tokens,
 )
-from para_core.attention.local import AttnFunc, check_attn_func, run_attn_func
+from para_core.attention.local import AttnFunc
 from para_core.attention.mask_rows import copy_mark
 from para_core.attention.masks import MaskExtents, infer_mask_extents, mask_of_block
 from para_core.attention.operator import differentiable_usp
