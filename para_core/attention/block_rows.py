@@ -100,16 +100,9 @@ class BlockRows:
         """The number of tokens of this rank's tensor."""
         return sum([row.length for row in self.of_peers[self.index]])
 
-    def sent_blocks(self, *, replicated: bool) -> list[Run]:
+    def sent_blocks(self) -> list[Run]:
         """Return where the tokens of each rank, rank by rank, lie in the block, as runs ``(start, length)``."""
-        return _join_unless_traced(
-            [
-                (row.block, row.length)
-                for rows in self.of_peers
-                for row in rows
-                if replicated or not row.replicated
-            ]
-        )
+        return _join_unless_traced([(row.block, row.length) for rows in self.of_peers for row in rows])
 
     @cached_property
     def arrivals(self) -> list[tuple[bool, Run]]:

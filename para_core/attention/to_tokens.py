@@ -24,10 +24,9 @@ from para_core.attention.swap import (
     Unpack,
     concatenate,
     pack_block,
-    pack_regions,
     unpack_even_heads,
 )
-from para_core.layout.runs import join_neighbours
+from para_core.layout.runs import join_neighbours, take
 from para_core.layout.sequence import Run
 
 
@@ -38,9 +37,6 @@ class ToTokens(Swap):
     With ``replicated``, every rank gets all heads of the replicated tokens. Without it, they are not sent,
     and a result has zeros for the heads of other ranks: it is a share of a sum over ranks, as gradients of
     copies are. Where several ranks have the same head, their results are summed.
-
-    A single tensor is neither: the only exchange of one is that of the output (``UlyssesPlan.leave``), with
-    ``replicated`` and each head on one rank.
     """
 
     def shares_tokens(self, index: int, other: int) -> bool:
@@ -50,7 +46,8 @@ class ToTokens(Swap):
         send, receive = self.numel_by_tokens(shapes), self.numel_by_heads(shapes)
         if self.wire.needs_regions or (by_kernel and len(self.rows) > 1):
             return self._plan_by_regions(shapes, send, receive, dtype)
-        if len(self.rows) > 1:
+        # A single tensor, the output, takes one copy each way, if nothing is left out or added up.
+        if len(self.rows) > 1 or not (self.replicated and _are_disjoint(self.heads[0])):
             return SwapSteps(partial(self._pack, shapes), send, receive, partial(self._unpack, shapes))
         pack: Pack = partial(self._pack_one, self.rows[0])
         if self.rows[0].is_rank_by_rank:
@@ -62,7 +59,8 @@ class ToTokens(Swap):
     ) -> SwapSteps:
         ranks = range(self.dim.size)
         blocks = [[self._runs_in_block(rows, rank) for rank in ranks] for rows in self.rows]
-        pack = partial(pack_regions, self.wire, self.regions(shapes, blocks, by_head=False), sum(send))
+        regions = self.regions(shapes, blocks, by_head=False)
+        pack = partial(self.wire.pack, regions=regions, numel=sum(send))
         has_all_tokens = self.replicated or not any(rows.replicates for rows in self.rows)
         if has_all_tokens and all(_are_disjoint(heads) for heads in self.heads):
             return SwapSteps(pack, send, receive, self._regions_unpacker(shapes, dtype))
@@ -99,9 +97,7 @@ class ToTokens(Swap):
 
     def _pack_one(self, rows: BlockRows, tensors: Sequence[Tensor]) -> Tensor:
         """Pack a block with one copy, which brings the tokens of each rank together."""
-        table = tensors[0].permute(2, 0, 1, 3)
-        runs = rows.sent_blocks(replicated=self.replicated) or [(0, 0)]
-        return concatenate([table.narrow(0, *run) for run in runs], 0).contiguous()
+        return take(tensors[0].permute(2, 0, 1, 3), 0, rows.sent_blocks()).contiguous()
 
     def _pack(self, shapes: SwapSizes, tensors: Sequence[Tensor]) -> Tensor:
         """Concatenate the heads of each table, and the tokens of each rank."""
@@ -128,10 +124,8 @@ class ToTokens(Swap):
         slices: list[list[Tensor]] = [[] for _ in tensors]
         for rank in range(self.dim.size):
             for members in shapes.tables:
-                counts, tokens = (
-                    [self.heads[index][rank][1] for index in members],
-                    self.sizes[members[0]][index_of_rank],
-                )
+                counts = [self.heads[index][rank][1] for index in members]
+                tokens = self.sizes[members[0]][index_of_rank]
                 shape = (tokens, shapes.batch, sum(counts), shapes.widths[members[0]])
                 part = buffer.narrow(0, offset, prod(shape)).view(shape)
                 offset += prod(shape)
