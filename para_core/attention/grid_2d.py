@@ -33,6 +33,7 @@ tests/attention/test_launches.py for the launches.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -133,8 +134,12 @@ class Grid2D(RingStyle):
         return torch.cat([rows, arrived]).movedim(0, 2)
 
     def over_ring(self, attend: Attend) -> Attend:
-        """Return attention to the keys of all ring ranks, in the grid; see :func:`grid_2d`."""
-        return grid_2d(attend, self)
+        """Return attention to the keys of all ring ranks, in the grid. Collective.
+
+        The rows of a mask belong to this rank's queries, followed by those of the other ranks in the same row
+        (:meth:`add_other_rows`).
+        """
+        return partial(_attend_in_grid, attend, self)
 
 
 # All tensors are sent with the token dim first, so that the parts of several ranks form one contiguous
@@ -211,21 +216,8 @@ def start_parts(
     return Arriving(start_all_to_all(buffer, send_sizes, receive_sizes, dim), (sum(receive), *shape))
 
 
-def grid_2d(attend: Attend, grid: Grid2D) -> Attend:
-    """Return attention to the keys of all ring ranks, in the grid that ``grid`` plans. Collective.
-
-    The rows of a mask belong to this rank's queries, followed by those of the other ranks in the same row of
-    the grid (:meth:`Grid2D.add_other_rows`).
-    """
-
-    def forward(into: Accumulator, key: Tensor, value: Tensor, _: int, is_last: bool) -> None:
-        _attend_in_grid(attend, grid, into, key, value, is_last=is_last)
-
-    return forward
-
-
 def _attend_in_grid(
-    attend: Attend, grid: Grid2D, into: Accumulator, key: Tensor, value: Tensor, *, is_last: bool
+    attend: Attend, grid: Grid2D, into: Accumulator, key: Tensor, value: Tensor, _: int, is_last: bool
 ) -> None:
     """Add attention to the keys of all ring ranks to ``into``. Collective.
 
