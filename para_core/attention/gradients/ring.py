@@ -18,9 +18,7 @@ from para_core.distributed.collectives import Travelling, start_ring_shift, wait
 
 
 def ring_backward(block_backward: Backward, ring: Ring) -> Backward:
-    """Return the gradient of :func:`~para_core.attention.ring.ring` around attention with the gradient
-    ``block_backward``.
-    """
+    """Return the gradient of :meth:`Ring.over_ring` of attention with the gradient ``block_backward``."""
     return partial(_gradients_in_ring, block_backward, ring.plan)
 
 
