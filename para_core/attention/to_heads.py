@@ -26,7 +26,7 @@ from para_core.attention.swap import (
     pack_views,
     unpack_views,
 )
-from para_core.layout.runs import join_neighbours, take
+from para_core.layout.runs import take
 from para_core.layout.sequence import Run
 
 
@@ -212,7 +212,9 @@ class ToHeads(Swap):
         that is sent as it is.
         """
         index = self.dim.index
-        blocks = [[_sharded_blocks(rows, rank) for rank in range(self.dim.size)] for rows in self.rows]
+        blocks = [
+            [rows.block_runs(rank, replicated=False) for rank in range(self.dim.size)] for rows in self.rows
+        ]
         regions = self.regions(shapes, blocks, by_head=False)
         # B, H, S and D of each result.
         sizes = [
@@ -332,8 +334,3 @@ def _pack_one_group(group: RankSlices, tensors: Sequence[Tensor]) -> Tensor:
     if len(views) == 1:
         return views[0].contiguous()
     return torch.cat(views, 3)
-
-
-def _sharded_blocks(rows: BlockRows, rank: int) -> list[Run]:
-    """Return where the sharded tokens of ``rank`` lie in the block, as runs ``(start, length)``."""
-    return join_neighbours([(row.block, row.length) for row in rows.of_peers[rank] if not row.replicated])
