@@ -46,9 +46,12 @@ EQUAL_PARTS = (
 )
 
 
-def call_signature(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Signature:
+def call_signature(
+    query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec, *, attn_func_learns: bool
+) -> Signature:
     """Return a comparable record of what must be equal on all ranks, without the mask. The backend of local
-    attention is not among it: ranks may compute their part in different ways.
+    attention is not among it: ranks may compute their part in different ways. ``attn_func_learns`` says whether
+    a user's function runs with gradients enabled, which decides what is rounded for sending.
     """
     tensors = {"query": query, "key": key, "value": value}
     return Signature.of(
@@ -59,6 +62,7 @@ def call_signature(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpe
             # All ranks must need the same gradients, because the backward has collectives that every rank
             # must run. Before the dtype, which may differ because of them (MeshAttention._needs_float32).
             "requires_grad": [torch.is_grad_enabled() and x.requires_grad for x in tensors.values()],
+            "gradients of attn_func": attn_func_learns,
             "dtype": str(query.dtype),
             "device type": query.device.type,
             "is_causal": spec.is_causal,

@@ -263,6 +263,7 @@ def _pack(out: Tensor, lse: Tensor, query: Tensor) -> Tensor:
     """Pack ``out`` and ``lse`` into one ``[S, B, H, D_v + n]`` in the dtype of ``query``. The bytes of an lse fill
     n = 1 or 2 elements. While gradients are enabled, as they are here only for a user's attn_func, the dtype is that
     of lse, and n is 1. Whether the inputs require a gradient does not tell it: the function may have a parameter.
+    All ranks must agree on this: ``call_signature`` compares it, or the caller promises it by ``assume_equal``.
     """
     lse = lse.to(lse_dtype(query))  # A user's attn_func may return lse in any dtype.
     if torch.is_grad_enabled():

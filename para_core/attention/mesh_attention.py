@@ -223,7 +223,8 @@ class MeshAttention:
             self.raise_everywhere(error)
         signature, extents = None, None
         if exchanges:
-            signature = call_signature(call.query, call.key, call.value, spec)
+            learns = self._attn_func is not None and torch.is_grad_enabled()
+            signature = call_signature(call.query, call.key, call.value, spec, attn_func_learns=learns)
             warn_of_single_tokens(spec)
         elif call.attn_mask is not None:
             rows, columns = call.attn_mask.shape[-2:]

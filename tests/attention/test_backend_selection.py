@@ -82,7 +82,6 @@ REFUSED = {
         lambda: check_some_backend(X[0].new_empty(1, 1, 1, 264), X[2], backend="triton"),
         r"triton.*float32.* 256.* torch\.float32 .*264",
     ),
-    "efficient on a CPU": (lambda: attend("efficient", *X), r"efficient.* CUDA .*CPU"),
     "cudnn on a CPU": (lambda: attend("cudnn", X[0].clone().requires_grad_(), *X[1:]), r"cudnn.* CUDA .*CPU"),
     **{
         f"forbidden {function.__name__}": (partial(with_math_alone, function, *args), r"flash.* sdpa_kernel\(")

@@ -63,7 +63,6 @@ def test_cancelling_gradient_is_as_exact_as_one_device(rank_pool, dims, options,
 
 
 def learn_scale_and_mask(ring, ulysses, dtype):
-    # In 16 bits, on the grid, only the function learns.
     scale = torch.tensor(0.7, requires_grad=True)
     bias = torch.full((12, 12), 0.7, dtype=dtype, requires_grad=dtype == F32)
     own = {"attn_func": lambda query, *others, **options: own_attention(query * scale, *others, **options)}
@@ -75,7 +74,7 @@ def learn_scale_and_mask(ring, ulysses, dtype):
     return [torch.zeros_like(x) if x.grad is None else x.grad for x in (scale, bias)]
 
 
-# With Ulysses one rank has no head.
+# With Ulysses one rank has no head. On the grid, in 16 bits, only the function learns.
 @pytest.mark.parametrize(("ring", "ulysses", "dtype"), [(2, 1, F32), (1, 2, F32), (4, 1, torch.float16)])
 def test_mask_and_what_the_users_function_captures_get_their_gradients(rank_pool, ring, ulysses, dtype):
     scale, bias = inputs = [torch.full(shape, 0.7, requires_grad=True) for shape in ((), (12, 12))]

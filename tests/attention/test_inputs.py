@@ -249,6 +249,8 @@ def refuse():
                 # Rank 1 has keys and no query, so that its mask of these keys has no row.
                 padding = PADDING[: k.shape[2]].expand(2 - 2 * mesh.get_rank(), -1)
                 rows["dim 1, 0;"] = partial(attend, q[:, :, : len(padding)], k, v, padding, layout=TWO, key_layout=ALL)
+                learning = torch.set_grad_enabled(mesh.get_rank() == 1)
+                rows["gradients of attn_func"] = learning(partial(attend, q, k, v, attn_func=own_attention))
                 rows["need_weights=False"] = lambda: module(x, x, x, need_weights=mesh.get_rank() == 1)
                 fails = mock.patch("para_core.attention.call_agreement.describe_rows", side_effect=RuntimeError("GPU"))
                 on_one = fails if mesh.get_rank() == 1 else lambda call: call
