@@ -4,8 +4,8 @@ lse.
 A function around such a function is such a function again:
 
 - :func:`~para_core.attention.blocks.attend_by_backend` computes attention to a block that this rank holds;
-- :func:`~para_core.attention.ring.ring` and the other styles of a ring bring the blocks of other ranks, and
-  call the function that they are given for each;
+- :meth:`RingStyle.over_ring <para_core.attention.ring_plan.RingStyle.over_ring>` of each style of a ring brings
+  the blocks of other ranks, and calls the function that it is given for each;
 - :func:`~para_core.attention.blocks.expand_key_heads` and
   :func:`~para_core.attention.low_rows.level_low_rows` change the keys or the mask, and leave the rest to the
   function that they are given.

@@ -64,10 +64,8 @@ class BlockRows:
             piece = held[peer][number]
             of_peers[peer].append(Row(local[peer], self.size, piece.length, piece.replicated))
             local[peer] = local[peer] + piece.length
-            if not piece.replicated:
+            if not piece.replicated or peer == index:
                 self.in_order.append((peer, number))
-            elif peer == index:
-                self.in_order.append((index, number))
             # All peers begin a replicated piece at one place. They come in ascending order, because only the
             # later half of a balanced segment descends, so the last of them ends it.
             if not piece.replicated or peer == width - 1:
@@ -100,15 +98,11 @@ class BlockRows:
         """The number of tokens of this rank's tensor."""
         return sum([row.length for row in self.of_peers[self.index]])
 
-    def sent_blocks(self, *, replicated: bool) -> list[Run]:
-        """Return where the tokens of each rank, rank by rank, lie in the block, as runs ``(start, length)``."""
+    def block_runs(self, rank: int, *, replicated: bool) -> list[Run]:
+        """Return where the tokens of ``rank``, with or without the ``replicated`` ones, lie in the block, as runs."""
+        rows = self.of_peers[rank]
         return _join_unless_traced(
-            [
-                (row.block, row.length)
-                for rows in self.of_peers
-                for row in rows
-                if replicated or not row.replicated
-            ]
+            [(row.block, row.length) for row in rows if replicated or not row.replicated]
         )
 
     @cached_property

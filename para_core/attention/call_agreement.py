@@ -46,9 +46,12 @@ EQUAL_PARTS = (
 )
 
 
-def call_signature(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Signature:
+def call_signature(
+    query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec, *, attn_func_learns: bool
+) -> Signature:
     """Return a comparable record of what must be equal on all ranks, without the mask. The backend of local
-    attention is not among it: ranks may compute their part in different ways.
+    attention is not among it: ranks may compute their part in different ways. ``attn_func_learns`` says whether
+    a user's function runs with gradients enabled, which decides what is rounded for sending.
     """
     tensors = {"query": query, "key": key, "value": value}
     return Signature.of(
@@ -59,6 +62,7 @@ def call_signature(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpe
             # All ranks must need the same gradients, because the backward has collectives that every rank
             # must run. Before the dtype, which may differ because of them (MeshAttention._needs_float32).
             "requires_grad": [torch.is_grad_enabled() and x.requires_grad for x in tensors.values()],
+            "gradients of attn_func": attn_func_learns,
             "dtype": str(query.dtype),
             "device type": query.device.type,
             "is_causal": spec.is_causal,
@@ -191,67 +195,70 @@ def settle_masks(
     all ranks.
 
     Both are None if no rank has a mask. If this rank has none, but other ranks have masks that cover their
-    own keys, this rank gets a mask that hides nothing. The steps depend on the sizes that the one before
-    left:
-
-    1. masks of padding, with equal rows, become masks of one row (``_are_key_masks``);
-    2. ranks without a mask get an open one (``_sizes_with_absent``). It has one row, so beside a mask of
-       padding that still had a row per query it would be refused;
-    3. ranks without queries get one row, if all others have one (``_with_broadcast_rows``), which a rank
-       without a mask, whose number of rows is -1, would not have;
-    4. the extents follow from the sizes of all ranks, and if each rank has one token, a size of 1 may still
-       be local (``_with_single_tokens``).
+    own keys, this rank gets a mask that hides nothing. Each step gets the sizes that the one before left: first
+    masks of padding, with equal rows, get one row, because the open mask of a rank without one has one row, too,
+    and would else be refused beside them; only then do all ranks but those without queries have one row.
 
     Raises:
         ValueError: The masks of the ranks do not fit together, or nothing tells that the rows of a mask are
             those of its rank. Raised on every rank.
     """
-    layout = spec.query_layout
     codes = {record.mask_code for record in mask_records if record.rows >= 0}
     if not codes:
         return None, None
-    sizes = [(record.rows, record.columns) for record in mask_records]
     if len(codes) > 1:
         raise ValueError(
             "the ranks disagree about attn_mask: its dtype, requires_grad, or the dims before the last two. They hold "
             f"{_describe_masks(mask_records, query)}. Make these equal on every rank."
         )
+    sizes = [(record.rows, record.columns) for record in mask_records]
     if _are_key_masks(mask_records, spec):
         sizes = [(min(rows, 1), columns) for rows, columns in sizes]
-        if mask is not None:
-            mask = mask[..., :1, :]
-    if any(record.rows < 0 for record in mask_records):
-        sizes = _sizes_with_absent(sizes, spec)
-        if mask is None:
-            mask = _make_open_mask(codes.pop(), query, sizes[mesh.rank])
-    mask, sizes = _with_broadcast_rows(mask, sizes, spec, mesh.rank)
-    extents = infer_mask_extents(sizes, layout, spec.key_layout, range(mesh.ranks))
+    sizes = _with_rows_of_idle_ranks(_with_open_masks(sizes, spec), spec)
+    extents = infer_mask_extents(sizes, spec.query_layout, spec.key_layout, range(mesh.ranks))
     bits = [record.row_bits for record in mask_records]
     if extents == MaskExtents("local", "global"):
         check_rows(bits, [record.rows for record in mask_records], spec)
-    return _with_single_tokens(mask, extents, bits, spec, mesh.rank)
+    rows, columns = sizes[mesh.rank]
+    of_tokens = _extents_of_single_tokens(extents, bits, spec)
+    # A rank without a token has none of the rows or columns that turned out to be local.
+    if of_tokens.queries != extents.queries:
+        rows = spec.query_layout.size(mesh.rank)
+    if of_tokens.keys != extents.keys:
+        columns = spec.key_layout.size(mesh.rank)
+    return _of_size(mask, rows, columns, codes.pop(), query), of_tokens
 
 
-def _with_single_tokens(
-    mask: Tensor | None, extents: MaskExtents, bits: Sequence[int], spec: AttentionSpec, rank: int
-) -> tuple[Tensor | None, MaskExtents]:
-    """Return ``mask`` and its extents, if no rank holds more than one token: then a dim of size 1 may be
-    local.
-
-    It is if ``cp.shard`` made it, or if the other dim is global. In the latter case it may also be meant as
-    broadcast, and the result is the same, because all ranks then have the same row or column. On ranks
-    without a token its size becomes 0.
+def _of_size(mask: Tensor | None, rows: int, columns: int, code: int, query: Tensor) -> Tensor:
+    """Return the first ``rows`` and ``columns`` of ``mask``, of which a single row is expanded. Without a row, or
+    without a mask, return one that hides nothing, of the dtype and leading dims that :func:`_mask_code` encoded in
+    ``code``.
     """
-    if mask is None:
-        return mask, extents
-    queries, keys = spec.query_layout, spec.key_layout
+    if mask is not None and rows > mask.shape[-2] == 1:
+        mask = mask.expand(*mask.shape[:-2], rows, mask.shape[-1])
+    if mask is not None and rows <= mask.shape[-2]:
+        return mask[..., :rows, :columns]
+    dtype = _dtype_of(code)
+    shape = (*_leading_sizes(code, query), rows, columns)
+    if dtype == torch.bool:
+        return query.new_ones(shape, dtype=dtype)
+    return query.new_zeros(shape, dtype=dtype).requires_grad_(_is_learned(code))
+
+
+def _extents_of_single_tokens(extents: MaskExtents, bits: Sequence[int], spec: AttentionSpec) -> MaskExtents:
+    """Return ``extents``, in which a dim of size 1 is local, and not broadcast, if no rank holds more than one
+    token, and ``cp.shard`` made it or the other dim is global.
+
+    In the latter case it may also be meant as broadcast, and the result is the same, because all ranks then have
+    the same row or column.
+    """
     may_be_rows = extents.keys == "global" or any(of_rank & ROWS_SHARDED for of_rank in bits)
-    if may_be_rows and extents.queries == "broadcast" and _holds_single_tokens(queries):
-        return mask[..., : queries.size(rank), :], MaskExtents("local", extents.keys)
+    if may_be_rows and extents.queries == "broadcast" and _holds_single_tokens(spec.query_layout):
+        return MaskExtents("local", extents.keys)
     may_be_columns = extents.queries == "global" or any(of_rank & COLUMNS_SHARDED for of_rank in bits)
-    if may_be_columns and extents.keys == "broadcast" and _holds_single_tokens(keys):
-        return mask[..., : keys.size(rank)], MaskExtents(extents.queries, "local")
-    return mask, extents
+    if may_be_columns and extents.keys == "broadcast" and _holds_single_tokens(spec.key_layout):
+        return MaskExtents(extents.queries, "local")
+    return extents
 
 
 def _holds_single_tokens(layout: SequenceLayout) -> bool:
@@ -316,65 +323,45 @@ def _are_key_masks(mask_records: Sequence[MaskRecord], spec: AttentionSpec) -> b
     ) and any(record.rows > 1 and record.row_bits & HIDES for record in mask_records)
 
 
-def _sizes_with_absent(sizes: Sequence[tuple[int, int]], spec: AttentionSpec) -> list[tuple[int, int]]:
-    """Return the mask sizes of all ranks, where a rank without a mask gets ``(1, its number of keys)``.
+def _with_open_masks(sizes: list[tuple[int, int]], spec: AttentionSpec) -> list[tuple[int, int]]:
+    """Return the mask sizes of all ranks, where a rank without a mask, if there is one, gets ``(1, its number of
+    keys)``.
 
     Raises:
         ValueError: Other masks do not have this form, or the call is causal, so the missing mask cannot be
             guessed.
     """
+    if all(rows >= 0 for rows, _ in sizes):
+        return sizes
     num_keys = spec.key_layout.sizes()
     fits = all(
         rows in (-1, 0, 1) and columns in (-1, num_keys[rank]) for rank, (rows, columns) in enumerate(sizes)
     )
     if not fits or max(num_keys) < 2 or spec.key_layout.sharded == () or spec.is_causal:
-        raise ValueError(
-            _describe_different_masks([_describe_sizes(rows, columns) for rows, columns in sizes])
-        )
-    completed = list(sizes)
-    for rank, (rows, _) in enumerate(sizes):
-        if rows < 0:
-            completed[rank] = (1, num_keys[rank])
-    return completed
+        shapes = [None if rows < 0 else f"[..., {rows}, {columns}]" for rows, columns in sizes]
+        raise ValueError(_describe_different_masks(shapes))
+    return [
+        (1, num_keys[rank]) if rows < 0 else (rows, columns) for rank, (rows, columns) in enumerate(sizes)
+    ]
 
 
-def _describe_sizes(rows: int, columns: int) -> str | None:
-    if rows < 0:
-        return None
-    return f"[..., {rows}, {columns}]"
-
-
-def _make_open_mask(code: int, query: Tensor, last: tuple[int, int]) -> Tensor:
-    """Return a mask that hides nothing, for a rank without a mask. ``last`` are its numbers of rows and
-    columns; its dtype and leading dims are those that :func:`_mask_code` encoded in ``code`` on the other
-    ranks.
-    """
-    dtype = _dtype_of(code)
-    shape = (*_leading_sizes(code, query), *last)
-    if dtype == torch.bool:
-        return query.new_ones(shape, dtype=dtype)
-    return query.new_zeros(shape, dtype=dtype).requires_grad_(_is_learned(code))
-
-
-def _with_broadcast_rows(
-    mask: Tensor | None, sizes: list[tuple[int, int]], spec: AttentionSpec, rank: int
-) -> tuple[Tensor | None, list[tuple[int, int]]]:
-    """Give a rank without queries a mask of one row, if the mask of every other rank has one row for all
-    queries.
-
-    Return the mask of this rank and the mask sizes of all ranks, both unchanged if the condition is not met.
+def _with_rows_of_idle_ranks(sizes: list[tuple[int, int]], spec: AttentionSpec) -> list[tuple[int, int]]:
+    """Return the mask sizes of all ranks, in which masks of one row agree with the mask of a rank without queries:
+    a mask of keys that was expanded to its queries has no row there.
     """
     num_queries, keys = spec.query_layout.sizes(), spec.key_layout
-    without = [other for other, (rows, _) in enumerate(sizes) if rows == 0 and num_queries[other] == 0]
-    if any(0 < sizes[other][1] == keys.size(other) < keys.total for other in without):
-        # The columns are for this rank's own keys, and without a row nobody knows which of them it hides.
-        return mask, sizes
-    if not without or any(rows != 1 for other, (rows, _) in enumerate(sizes) if other not in without):
-        return mask, sizes
-    if all(num_queries[other] <= 1 for other in range(len(num_queries))):
+    idle = [rank for rank, (rows, _) in enumerate(sizes) if rows == 0 and num_queries[rank] == 0]
+    if not idle or any(rows != 1 for rank, (rows, _) in enumerate(sizes) if rank not in idle):
+        return sizes
+    if any(0 < sizes[rank][1] == keys.size(rank) < keys.total for rank in idle):
+        # The columns are for the rank's own keys, and without a row nobody knows which of them it hides.
+        return sizes
+    if all(number <= 1 for number in num_queries):
         # If every rank holds at most one query, a mask of one row may be meant for all queries or for that
         # one only. The sizes do not tell which, so change nothing.
-        return mask, sizes
-    if rank in without and mask is not None:
-        mask = mask.new_zeros((*mask.shape[:-2], 1, mask.shape[-1]))
-    return mask, [(1, columns) for _, columns in sizes]
+        return sizes
+    if all(sizes[rank][1] == 0 for rank in idle):
+        # These ranks have no keys either. With one row on all ranks they get the columns of the others.
+        return [(1, columns) for _, columns in sizes]
+    # They may compute some heads of the queries of others, so these send a row with each query.
+    return [(number, columns) for number, (_, columns) in zip(num_queries, sizes, strict=True)]

@@ -127,9 +127,8 @@ class FiniteMaskedRows:
             highest = mask.amax(-1, keepdim=True)
         else:
             highest = mask.new_zeros(*mask.shape[:-1], 1)
-        level = highest.to(
-            torch.promote_types(highest.dtype, torch.float32)
-        )  # float16 cannot represent _ABSORBS.
+        # float16 cannot represent _ABSORBS.
+        level = highest.to(torch.promote_types(highest.dtype, torch.float32))
         absorbed = (level < _ABSORBS) & (level > float("-inf"))
         low = (level < _LOW) & (level >= _ABSORBS)
         return FiniteMaskedRows(

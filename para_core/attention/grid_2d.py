@@ -11,11 +11,11 @@ other ranks j of rank i's row or column. Rank i then sends, in three all-to-alls
     keys and values:  B · e · H_kv · (D + D_v) · T_i · (r - 1)  bytes
     results:          B · H · (D_v · e + 4) · Σ_row S_j         bytes (4 for lse; 8 if it is float64)
 
-If the call requires a gradient, out is sent in the dtype of lse. With r = c = √R a rank sends 2 · (√R - 1)
-blocks of queries or results, and as many of keys or values; in a ring it sends R - 1 blocks of keys and R - 1
-of values. A rank holds the blocks of its row and of its column in memory. With one column (R is prime, or
-there are few key heads) queries are not sent, and only the all-to-all of keys and values runs. In each
-all-to-all the parts for ranks outside the row or column are empty, so no further process groups are needed.
+With a user's attn_func and gradients enabled, out is sent in the dtype of lse. With r = c = √R a rank sends
+2 · (√R - 1) blocks of queries or results, and as many of keys or values; in a ring it sends R - 1 blocks of
+keys and R - 1 of values. A rank holds the blocks of its row and of its column in memory. With one column (R is
+prime, or there are few key heads) queries are not sent, and only the all-to-all of keys and values runs. In
+each all-to-all the parts for ranks outside the row or column are empty, so no further process groups are needed.
 
 Communication overlaps with computation: the rank's own queries attend to its own keys while queries are sent;
 the other queries of the row attend to its own keys while keys are sent; its own queries attend to the other
@@ -33,6 +33,7 @@ tests/attention/test_launches.py for the launches.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -133,8 +134,12 @@ class Grid2D(RingStyle):
         return torch.cat([rows, arrived]).movedim(0, 2)
 
     def over_ring(self, attend: Attend) -> Attend:
-        """Return attention to the keys of all ring ranks, in the grid; see :func:`grid_2d`."""
-        return grid_2d(attend, self)
+        """Return attention to the keys of all ring ranks, in the grid. Collective.
+
+        The rows of a mask belong to this rank's queries, followed by those of the other ranks in the same row
+        (:meth:`add_other_rows`).
+        """
+        return partial(_attend_in_grid, attend, self)
 
 
 # All tensors are sent with the token dim first, so that the parts of several ranks form one contiguous
@@ -211,21 +216,8 @@ def start_parts(
     return Arriving(start_all_to_all(buffer, send_sizes, receive_sizes, dim), (sum(receive), *shape))
 
 
-def grid_2d(attend: Attend, grid: Grid2D) -> Attend:
-    """Return attention to the keys of all ring ranks, in the grid that ``grid`` plans. Collective.
-
-    The rows of a mask belong to this rank's queries, followed by those of the other ranks in the same row of
-    the grid (:meth:`Grid2D.add_other_rows`).
-    """
-
-    def forward(into: Accumulator, key: Tensor, value: Tensor, _: int, is_last: bool) -> None:
-        _attend_in_grid(attend, grid, into, key, value, is_last=is_last)
-
-    return forward
-
-
 def _attend_in_grid(
-    attend: Attend, grid: Grid2D, into: Accumulator, key: Tensor, value: Tensor, *, is_last: bool
+    attend: Attend, grid: Grid2D, into: Accumulator, key: Tensor, value: Tensor, _: int, is_last: bool
 ) -> None:
     """Add attention to the keys of all ring ranks to ``into``. Collective.
 
@@ -257,7 +249,7 @@ def _attend_in_grid(
         inputs = [query, key, value]
         if into.mask is not None:
             inputs.append(into.mask.tensor)
-        packed = add_autograd_dependency(_pack(*others.finish(key, value), inputs), inputs)
+        packed = add_autograd_dependency(_pack(*others.finish(key, value), query), inputs)
         arriving.append(start_parts(packed, grid.row, sizes, [S] * len(grid.row), dim, arriving))
     attend(into, keys, values, 1, is_last and others is None)
     if others is not None:
@@ -267,17 +259,16 @@ def _attend_in_grid(
     into.received.extend([arrival.started.buffer for arrival in arriving])
 
 
-def _pack(out: Tensor, lse: Tensor, inputs: Sequence[Tensor]) -> Tensor:
-    """Pack ``out`` and ``lse`` into one ``[S, B, H, D_v + n]`` in the dtype of the query, ``inputs[0]``. The
-    bytes of an lse fill n = 1 or 2 elements. If any of ``inputs`` requires a gradient, the dtype is that of
-    lse, and n is 1. All ranks must agree on this: ``call_agreement.py`` compares ``requires_grad`` of inputs
-    and mask, or the caller promises it by ``assume_equal``.
+def _pack(out: Tensor, lse: Tensor, query: Tensor) -> Tensor:
+    """Pack ``out`` and ``lse`` into one ``[S, B, H, D_v + n]`` in the dtype of ``query``. The bytes of an lse fill
+    n = 1 or 2 elements. While gradients are enabled, as they are here only for a user's attn_func, the dtype is that
+    of lse, and n is 1. Whether the inputs require a gradient does not tell it: the function may have a parameter.
+    All ranks must agree on this: ``call_signature`` compares it, or the caller promises it by ``assume_equal``.
     """
-    lse = lse.to(lse_dtype(inputs[0]))  # A user's attn_func may return lse in any dtype.
-    if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
+    lse = lse.to(lse_dtype(query))  # A user's attn_func may return lse in any dtype.
+    if torch.is_grad_enabled():
         return join_by_token(out.to(lse.dtype), lse[..., None])
-    dtype = inputs[0].dtype
-    return join_by_token(out.to(dtype), view_lse_as(lse, dtype))
+    return join_by_token(out.to(query.dtype), view_lse_as(lse, query.dtype))
 
 
 def _unpack(rows: Tensor, num_ranks: int, width: int, dtype: torch.dtype) -> Iterator[tuple[Tensor, Tensor]]:

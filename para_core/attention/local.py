@@ -1,4 +1,4 @@
-"""Compute attention and its gradient on one device, or by a user's function, for the tokens that a rank holds.
+"""Compute attention and its gradient on one device, for the tokens that a rank holds.
 
 :mod:`.usp` and :mod:`.blocks` call the forward, :mod:`.gradients.blocks` the backward. Nothing here
 communicates. Which backends can compute a call is checked in :mod:`.backend_selection`, before ranks wait for
@@ -9,13 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from math import inf
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from para_core.attention.attention_options import AttnOptions
 from para_core.attention.backend_selection import check_backend
 from para_core.attention.backends.added import ADDED
 from para_core.attention.backends.pytorch import (
@@ -28,13 +26,11 @@ from para_core.attention.backends.pytorch import (
 from para_core.attention.backends.pytorch_backward import BACKWARD, backward_of
 from para_core.attention.local_call import LocalAttentionCall, empty_output, fully_masked_rows
 from para_core.attention.merge import Merged
-from para_core.attention.sdpa_call import SdpaCall
-from para_core.distributed.mesh import SequenceMesh
 from para_core.option_values import Backend
 from para_core.torch_internals import DisableTorchFunction
 
-# A user's attention function is called like SDPA, and may also return the lse:
-# (query, key, value, attn_mask=, dropout_p=, is_causal=, scale=) -> out or (out, lse).
+# A function that computes local attention in place of SDPA, a user's or a library's. It is called like SDPA, and may
+# also return the lse: (query, key, value, attn_mask=, dropout_p=, is_causal=, scale=) -> out or (out, lse).
 AttnFunc = Callable[..., "Tensor | tuple[Tensor, Tensor]"]
 
 
@@ -240,92 +236,6 @@ def local_attention_backward(
     if mask_gradient:
         grad_mask = rest[0]
     return grad_query, grad_key, grad_value, grad_mask
-
-
-def run_attn_func(attn_func: AttnFunc, call: LocalAttentionCall) -> tuple[Tensor, Tensor]:
-    """Run ``attn_func`` like :func:`~para_core.attention.local.local_attention_with_lse`, and return out and
-    lse.
-
-    If ``attn_func`` returns no lse, the lse is zeros: :func:`check_attn_func` has ensured that the call needs
-    none.
-
-    Raises:
-        ValueError: ``attn_func`` returned neither a tensor nor two.
-    """
-    query, key, value, *_ = call
-    if 0 in query.shape or 0 in key.shape:  # A user's kernel may not support empty tensors.
-        out, lse = local_attention_with_lse(call)
-        return add_autograd_dependency(out, [query, key, value]), lse
-    _, _, _, mask, is_causal, scale = call.fold()
-    if mask is not None:
-        # Many kernels return NaN for a query whose keys are all masked. Unmask all of them, and overwrite the
-        # result of this query below.
-        empty_row = fully_masked_rows(mask)
-        if mask.dtype == torch.bool:
-            mask = mask | empty_row[..., None]
-        else:
-            mask = mask.masked_fill(empty_row[..., None], 0.0)
-    result = attn_func(query, key, value, attn_mask=mask, dropout_p=0.0, is_causal=is_causal, scale=scale)
-    _check_result(result)
-    if isinstance(result, Tensor):
-        result = result, result.new_zeros(result.shape[:-1], dtype=torch.float32)
-    out, lse = result
-    if mask is not None:
-        out, lse = out.masked_fill(empty_row[..., None], 0.0), lse.masked_fill(empty_row, float("-inf"))
-    return out, lse
-
-
-def _check_result(result: Any) -> None:
-    """Raise ``ValueError`` unless ``result`` is a tensor, or two."""
-    if isinstance(result, Tensor):
-        return
-    is_pair = isinstance(result, (tuple, list)) and len(result) == 2
-    if not is_pair or not all(isinstance(x, Tensor) for x in result):
-        returned = type(result).__name__
-        if isinstance(result, (tuple, list)):
-            returned = f"({', '.join([type(x).__name__ for x in result])})"
-        raise ValueError(
-            f"attn_func returned {returned}; expected the tensor out, or two tensors (out, lse)."
-        )
-
-
-def check_attn_func(attn_func: AttnFunc, call: SdpaCall, mesh: SequenceMesh, options: AttnOptions) -> None:
-    """Raise if ``attn_func`` cannot compute this call over ``mesh``. If the call needs an lse, try it with
-    two tokens.
-
-    Raises:
-        ValueError: ``attn_func`` returns no lse, but a ring or a causal call needs it, or results of other
-            shapes or types.
-        RuntimeError: Inside a compiled function, the call is causal or an option selects keys by position.
-    """
-    if torch.compiler.is_compiling() and (call.is_causal or options.by_position):
-        raise RuntimeError(
-            "inside a compiled function attn_func takes no is_causal and no sparse mode: positions are symbolic there. "
-            "Leave attn_func out, or compile around this call."
-        )
-    if mesh.ring.size == 1 and not call.is_causal:
-        return
-    heads = max(1, call.query.shape[-3])
-    probe = [x.new_zeros(1, heads, 2, x.shape[-1]) for x in call[:3]]
-    result = attn_func(*probe, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None)
-    _check_result(result)
-    if isinstance(result, Tensor):
-        reason = "is_causal over several ranks"
-        if mesh.ring.size > 1:
-            reason = f"a ring of {mesh.ring.size} ranks"
-        raise ValueError(
-            f"attn_func returned out alone, and {reason} merges partial results by their lse. Return (out, lse), lse "
-            "[B, H, S_q] the natural log-sum-exp of the scaled scores in float32; or use a mesh whose ranks are all in "
-            "its 'ulysses' dim, without is_causal."
-        )
-    # An lse of another shape, such as [B, S_q, H], could broadcast in the merge.
-    query_shape, value_shape = list(probe[0].shape), list(probe[2].shape)
-    shapes = [list(x.shape) for x in result]
-    if shapes != [value_shape, query_shape[:-1]]:
-        raise ValueError(
-            f"attn_func returned {' and '.join([str(shape) for shape in shapes])} for a query {query_shape} and a "
-            f"value {value_shape}; expected out, [B, H, S_q, D_v], and lse, [B, H, S_q]."
-        )
 
 
 def add_autograd_dependency(x: Tensor, received: Sequence[Tensor]) -> Tensor:

@@ -117,26 +117,19 @@ _READ_FIRST = frozenset({"to", "type_as", "expand_as"})
 
 
 def follow_parts(function: Function, args: Sequence[Any], values: Iterable[Any], output: Any) -> None:
-    """Mark ``output``, which ``function`` returned, if it was computed row by row from arguments with rows
-    that ``cp.shard`` made. Where it was written to in another way, its mark does not hold any more.
+    """Mark ``output``, which ``function`` returned, if it was computed row by row from arguments with rows, or with
+    a single column, that ``cp.shard`` made. Where it was written to in another way, its mark does not hold any more.
 
     ``values`` are those of the keyword arguments. An argument whose rows nobody knows, such as a mask made
     from the length of the input, leaves the output without a mark.
     """
     name = name_of(function).partition(".")[0]
-    read: Sequence[Any] = (*args, *values)
-    # An argument ``out=`` is among the values.
-    writes = is_in_place(function) or any(x is output for x in read[len(args) :])
+    options = (*values,)
+    # An argument ``out=`` is among the options.
+    writes = is_in_place(function) or any(x is output for x in options)
     if name == "setitem":
-        # It returns nothing, and writes its last argument to its first one.
-        output, read, writes = args[0], (args[0], args[2]), True
-    elif name in _READ_FIRST:
-        read = args[:1]
-    elif name == "copy":
-        read = args[1:2]
-    elif name == "repeat_interleave" and any(isinstance(x, Tensor) for x in read[1:]):
-        # Numbers in a tensor may drop rows and repeat others.
-        return
+        # It returns nothing, and writes to its first argument.
+        output, writes = args[0], True
     # Under a transform no mark is read.
     if not isinstance(output, Tensor) or _has_no_rows(output) or innermost_transform() is not None:
         return
@@ -144,15 +137,37 @@ def follow_parts(function: Function, args: Sequence[Any], values: Iterable[Any],
         setattr(output.untyped_storage(), _WRITES, _writes_to(output) + 1)
     if output.ndim < 2:
         return
-    if name in _NAMES_OF_CONSTANTS:
-        _set_mark(output, _ANY_ROWS)
-        return
-    is_view = name in _NAMES_OF_VIEWS
     mark = None
-    if is_view or name in _NAMES_BY_ROW or (name == "setitem" and _writes_columns(args[1], args[2])):
-        mark = _common_mark(read, output, is_view=is_view, is_taken=name == "getitem", writes=writes)
+    if name in _NAMES_OF_CONSTANTS:
+        mark = _ANY_ROWS
+    elif _keeps_rows(name, args, options):
+        read = _read_by(name, args, options)
+        mark = _common_mark(read, output, name=name, writes=writes)
+        if mark is None and output.shape[-1] == 1:
+            mark = _mark_of_column(read, output, writes=writes)
     if mark is not None:
         _set_mark(output, mark)
+
+
+def _keeps_rows(name: str, args: Sequence[Any], options: Sequence[Any]) -> bool:
+    """Whether the function ``name`` computes each row from the same row of its arguments, or returns a view of them."""
+    if name == "setitem":
+        return _writes_columns(args[1], args[2])
+    if name == "repeat_interleave":
+        # Numbers in a tensor may drop rows and repeat others.
+        return not any(isinstance(x, Tensor) for x in (*args[1:], *options))
+    return name in _NAMES_OF_VIEWS or name in _NAMES_BY_ROW
+
+
+def _read_by(name: str, args: Sequence[Any], options: Sequence[Any]) -> Sequence[Any]:
+    """Return the arguments whose rows the function ``name`` reads."""
+    if name == "setitem":
+        return args[0], args[2]
+    if name in _READ_FIRST:
+        return args[:1]
+    if name == "copy":
+        return args[1:2]
+    return (*args, *options)
 
 
 def _has_no_rows(x: Tensor) -> bool:
@@ -172,17 +187,14 @@ def _writes_columns(index: Any, value: Any) -> bool:
     return isinstance(columns, slice) or (isinstance(columns, Tensor) and columns.ndim == 1)
 
 
-def _common_mark(
-    values: Iterable[Any], output: Tensor, *, is_view: bool, is_taken: bool, writes: bool
-) -> Mark | None:
+def _common_mark(values: Iterable[Any], output: Tensor, *, name: str, writes: bool) -> Mark | None:
     """Return the mark of the rows of ``output``, if all tensors among ``values`` with as many rows have it.
 
-    Args:
-        is_view: Whether ``output`` must have the steps between rows of ``values``, or their last two dims if it
-            is a copy.
-        is_taken: Whether it must not be a copy, because the function takes rows in any order then.
-        writes: Whether the function has written to ``output``, which may be among ``values``.
+    ``output`` of a view must have the steps between rows of ``values``, or their last two dims if it is a copy, which
+    it must not be of ``getitem``, because that takes rows in any order then. ``writes`` says whether the function
+    ``name`` has written to ``output``, which may be among ``values``.
     """
+    is_view = name in _NAMES_OF_VIEWS
     common: Mark | None = None
     for x in values:
         if not isinstance(x, Tensor) or _has_no_rows(x) or x.ndim < 2 or x.shape[-2] != output.shape[-2]:
@@ -193,13 +205,25 @@ def _common_mark(
         if is_view and storage_id(x.untyped_storage()) == storage_id(output.untyped_storage()):
             if x.stride(-2) != output.stride(-2):
                 return None
-        elif is_view and (is_taken or x.shape[-2:] != output.shape[-2:]):
+        elif is_view and (name == "getitem" or x.shape[-2:] != output.shape[-2:]):
             return None
         if common is None or common == _ANY_ROWS:
             common = mark
         elif mark not in (common, _ANY_ROWS):
             return None
     return common
+
+
+def _mark_of_column(values: Iterable[Any], output: Tensor, *, writes: bool) -> Mark | None:
+    """Return the mark of the first of ``values`` that is a single column which ``cp.shard`` made. It stays this column
+    next to columns of any origin, because these are broadcast to it.
+    """
+    for x in values:
+        if isinstance(x, Tensor) and not _has_no_rows(x) and x.shape[-1:] == (1,):
+            mark = mark_of(x, writes=int(writes and x is output))
+            if mark is not None and mark[0] == -1:
+                return mark
+    return None
 
 
 def describe_rows(mask: Tensor, query_layout: SequenceLayout, key_layout: SequenceLayout, rank: int) -> int:

@@ -8,7 +8,7 @@ test_launches.py for the time of the host.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -22,6 +22,7 @@ from para_core.attention.attention_options import AttnOptions
 from para_core.attention.attention_plan import AttentionPlan
 from para_core.attention.backend_selection import check_some_backend, computes_in_float32
 from para_core.attention.backends.pytorch import SWITCHES
+from para_core.attention.blocks import check_attn_func, run_attn_func
 from para_core.attention.call_agreement import (
     NO_MASK,
     MaskRecord,
@@ -31,7 +32,7 @@ from para_core.attention.call_agreement import (
     settle_masks,
     warn_of_single_tokens,
 )
-from para_core.attention.local import AttnFunc, check_attn_func, run_attn_func
+from para_core.attention.local import AttnFunc
 from para_core.attention.mask_rows import copy_mark
 from para_core.attention.masks import MaskExtents, infer_mask_extents, mask_of_block
 from para_core.attention.operator import differentiable_usp
@@ -166,22 +167,18 @@ class MeshAttention:
                 self.raise_everywhere(error)
             if query.ndim == key.ndim == value.ndim == 2:
                 return self(call.with_tensors(query[None], key[None], value[None], mask))[0]
-            expanded = _expand(call)
+            expanded = call.expanded()
             if expanded is not None:
                 return self(expanded)
             prepared = self._prepare(call, lookup_key)
-        extents = prepared.extents
+        plan, extents = prepared.plan, prepared.extents
         if prepared.signature is not None:
-            mask, extents = self._agree(prepared.plan.spec, prepared.signature, query, mask)
-        plan = prepared.plan
+            mask, extents = self._agree(plan.spec, prepared.signature, query, mask)
         if query.ndim == 4:
             return self._compute(query, key, value, mask, plan, extents, is_traced, is_cast)
-        leading = query.shape[:-3]
-        query, key, value = (x.reshape(prod(leading), *x.shape[-3:]) for x in (query, key, value))
-        if mask is not None:
-            mask = _in_one_batch(mask, leading)
-        out = self._compute(query, key, value, mask, plan, extents, is_traced, is_cast)
-        return out.reshape(*leading, *out.shape[1:])
+        of_one_batch = _in_one_batch(query, key, value, mask)
+        out = self._compute(*of_one_batch, plan, extents, is_traced, is_cast)
+        return out.reshape(*query.shape[:-3], *out.shape[1:])
 
     def _needs_float32(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
         """Whether a single device would compute this 16-bit call and its gradient in float32. Several ranks
@@ -217,25 +214,46 @@ class MeshAttention:
         """Validate and plan a call by its shapes and flags, and cache the result under ``lookup_key`` unless
         that is None. Raises as :meth:`__call__` does; it is collective only if it raises.
         """
-        query, key, value, mask, options = call.query, call.key, call.value, call.attn_mask, self._options
         exchanges = not (self._assume_equal or torch.compiler.is_compiling())
         if exchanges:
             self._mesh.check_alive()
         try:
-            check_arguments(query, key, value, mask, call.dropout_p, call.enable_gqa)
-            if self._attn_func is None:
-                check_some_backend(query, value, mask=mask, backend=options.backend)
-            else:
-                check_attn_func(self._attn_func, call, self._mesh, options)
-            ordered = call.is_causal or mask is not None or options.by_position
-            query_layout, key_layout = self._layouts(query.shape[-2], key.shape[-2], ordered)
-            if call.lengths is not None:
-                call.lengths.check(query_layout.total, key_layout.total)
-            for other in options.others:
-                other.check_lengths(query_layout.total, key_layout.total)
+            spec = self._specify(call)
         except (TypeError, ValueError, RuntimeError) as error:
             self.raise_everywhere(error)
-        spec = AttentionSpec(
+        signature, extents = None, None
+        if exchanges:
+            learns = self._attn_func is not None and torch.is_grad_enabled()
+            signature = call_signature(call.query, call.key, call.value, spec, attn_func_learns=learns)
+            warn_of_single_tokens(spec)
+        elif call.attn_mask is not None:
+            rows, columns = call.attn_mask.shape[-2:]
+            ranks = [self._mesh.rank]
+            extents = infer_mask_extents([(rows, columns)], spec.query_layout, spec.key_layout, ranks)
+        prepared = _Prepared(AttentionPlan(spec, one_shape=True), signature, extents)
+        if lookup_key is not None:
+            if len(self._prepared) >= _MOST_SIGNATURES:
+                self._prepared.clear()
+            self._prepared[lookup_key] = prepared
+        return prepared
+
+    def _specify(self, call: SdpaCall) -> AttentionSpec:
+        """Return the specification of a call, without communication. Raise ``TypeError``, ``ValueError`` or
+        ``RuntimeError`` if the call is invalid on this rank.
+        """
+        query, key, value, mask, options = call.query, call.key, call.value, call.attn_mask, self._options
+        check_arguments(query, key, value, mask, call.dropout_p, call.enable_gqa)
+        if self._attn_func is None:
+            check_some_backend(query, value, mask=mask, backend=options.backend)
+        else:
+            check_attn_func(self._attn_func, call, self._mesh, options)
+        ordered = call.is_causal or mask is not None or options.by_position
+        query_layout, key_layout = self._layouts(query.shape[-2], key.shape[-2], ordered)
+        if call.lengths is not None:
+            call.lengths.check(query_layout.total, key_layout.total)
+        for other in options.others:
+            other.check_lengths(query_layout.total, key_layout.total)
+        return AttentionSpec(
             query_layout,
             key_layout,
             mesh_of_call(self._mesh, key_layout, options),
@@ -246,19 +264,6 @@ class MeshAttention:
             options=options,
             options_text=self._options_text,
         )
-        signature, extents = None, None
-        if exchanges:
-            signature = call_signature(query, key, value, spec)
-            warn_of_single_tokens(spec)
-        elif mask is not None:
-            rows, columns = mask.shape[-2:]
-            extents = infer_mask_extents([(rows, columns)], query_layout, key_layout, [self._mesh.rank])
-        prepared = _Prepared(AttentionPlan(spec, one_shape=True), signature, extents)
-        if lookup_key is not None:
-            if len(self._prepared) >= _MOST_SIGNATURES:
-                self._prepared.clear()
-            self._prepared[lookup_key] = prepared
-        return prepared
 
     def raise_everywhere(self, error: Exception) -> NoReturn:
         """Raise ``error``. In eager code every rank raises it, unless ``assume_equal`` is set: the others get
@@ -300,44 +305,17 @@ class MeshAttention:
         return attend_over_mesh(plan, query, key, value, mask)[0]
 
 
-def _expand(call: SdpaCall) -> SdpaCall | None:
-    """Return ``call`` with query, key and value expanded to one batch and number of heads, as SDPA broadcasts
-    them.
-
-    Return None if nothing is to be expanded, or if the shapes do not fit; :func:`check_arguments` then
-    raises.
-    """
-    tensors, num_dims = call[:3], 2
-    if call.enable_gqa:
-        num_dims = 3
-    shapes = [x.shape[:-num_dims] for x in tensors]
-    if shapes[0] == shapes[1] == shapes[2] or any(x.ndim < 3 for x in tensors):
-        return None
-    try:
-        leading = torch.broadcast_shapes(*shapes)
-    except RuntimeError:
-        return None
-    query, key, value = (x.expand(*leading, *x.shape[-num_dims:]) for x in tensors)
-    return call.with_tensors(query, key, value, call.attn_mask)
-
-
 def _normalize(call: SdpaCall, *, is_cast: bool) -> SdpaCall:
     """Return ``call`` in a canonical form: with ``is_cast`` cast as autocast would for SDPA, with
     ``is_causal`` and ``scale`` as plain Python values, with a mask of at least two dims, and with one row of
     a mask that expands one row to all queries. Raise ``TypeError`` if the scale is no number.
     """
-    query, key, value, mask, _, is_causal, scale, *_ = call
+    query, key, value, mask, dropout_p, is_causal, scale, enable_gqa, lengths = call
     if is_cast:
         # Cast here, because autocast casts the arguments of SDPA, but not those of the operators used in its
         # place.
-        mask_in_autocast = _cast_for_autocast(mask)
-        copy_mark(mask, mask_in_autocast)
-        query, key, value, mask = (
-            _cast_for_autocast(query),
-            _cast_for_autocast(key),
-            _cast_for_autocast(value),
-            mask_in_autocast,
-        )
+        query, key, value, mask = [_cast_for_autocast(x) for x in call[:4]]
+        copy_mark(call.attn_mask, mask)
     elif (
         mask is None
         and (is_causal is False or is_causal is True)
@@ -353,9 +331,7 @@ def _normalize(call: SdpaCall, *, is_cast: bool) -> SdpaCall:
         expands_one_row = guard_or_false(mask.stride(-2) == 0 and mask.shape[-2] > 1)
         if expands_one_row:
             mask = mask[..., :1, :]
-    return SdpaCall(
-        query, key, value, mask, call.dropout_p, bool(is_causal), scale, call.enable_gqa, call.lengths
-    )
+    return SdpaCall(query, key, value, mask, dropout_p, bool(is_causal), scale, enable_gqa, lengths)
 
 
 def _as_float(scale: Any) -> float:
@@ -416,10 +392,16 @@ def _lookup_key(call: SdpaCall) -> Any:
     )
 
 
-def _in_one_batch(mask: Tensor, leading: Sequence[int]) -> Tensor:
-    """Return ``mask`` with one batch dim, ``[B or 1, H or 1, S_q, S_k]``, for a query with batch dims ``leading``."""
-    if mask.ndim <= 3:
-        return mask
-    if all(size == 1 for size in mask.shape[:-3]):
-        return mask.reshape(1, *mask.shape[-3:])
-    return mask.expand(*leading, *mask.shape[-3:]).reshape(prod(leading), *mask.shape[-3:])
+def _in_one_batch(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Return the tensors with one batch dim, ``[B, H, S, D]``, and the mask with one or none."""
+    leading = query.shape[:-3]
+    batch = prod(leading)
+    if mask is not None and mask.ndim > 3:
+        if all(size == 1 for size in mask.shape[:-3]):
+            mask = mask.reshape(1, *mask.shape[-3:])
+        else:
+            mask = mask.expand(*leading, *mask.shape[-3:]).reshape(batch, *mask.shape[-3:])
+    query, key, value = (x.reshape(batch, *x.shape[-3:]) for x in (query, key, value))
+    return query, key, value, mask

@@ -160,39 +160,34 @@ class Ring(RingStyle):
     bring: Bring = staticmethod(pass_on_blocks)
 
     def over_ring(self, attend: Attend) -> Attend:
-        """Return attention to the keys of all ring ranks; see :func:`ring`."""
-        return ring(attend, self.plan, self.bring)
+        """Return attention to the keys of all ring ranks: ``attend`` for each block, this rank's own first.
+
+        It takes this rank's keys and values, at the positions ``plan.key_runs(0)``.
+        """
+        plan, bring, wire = self.plan, self.bring, self.plan.spec.options.wire
+
+        def forward(into: Accumulator, key: Tensor, value: Tensor, _: int, is_last: bool) -> None:
+            if not plan.hops:
+                attend(into, key, value, 0, is_last)
+                return
+            packing = Packing(key, value, plan.block_sizes, wire=wire)
+            last_hop = plan.hops[-1]
+            # Do not keep what is packed here, or one more block would be in memory.
+            for hop, block in bring(
+                (key, value), pack_sent_keys(packing, key, value, plan), packing, plan, into.received
+            ):
+                attend(into, *block, hop.step, is_last and hop is last_hop)
+                # Drop the block here, or three received blocks would be in memory while the next hop is in
+                # flight.
+                del block
+
+        return forward
 
 
 class GatheredRing(Ring):
     """The ring in which one collective gathers all blocks."""
 
     bring = staticmethod(gather_blocks)
-
-
-def ring(attend: Attend, plan: RingPlan, bring: Bring) -> Attend:
-    """Return attention to the keys of all ring ranks: ``attend`` for each block, this rank's own first.
-
-    It takes this rank's keys and values, at the positions ``plan.key_runs(0)``.
-    """
-    wire = plan.spec.options.wire
-
-    def forward(into: Accumulator, key: Tensor, value: Tensor, _: int, is_last: bool) -> None:
-        if not plan.hops:
-            attend(into, key, value, 0, is_last)
-            return
-        packing = Packing(key, value, plan.block_sizes, wire=wire)
-        last_hop = plan.hops[-1]
-        # Do not keep what is packed here, or one more block would be in memory.
-        for hop, block in bring(
-            (key, value), pack_sent_keys(packing, key, value, plan), packing, plan, into.received
-        ):
-            attend(into, *block, hop.step, is_last and hop is last_hop)
-            # Drop the block here, or three received blocks would be in memory while the next hop is in
-            # flight.
-            del block
-
-    return forward
 
 
 def pack_sent_keys(packing: Packing, key: Tensor, value: Tensor, plan: RingPlan) -> Tensor:

@@ -90,6 +90,26 @@ class SdpaCall(NamedTuple):
         flags = (self.dropout_p, self.is_causal, self.scale, self.enable_gqa, self.lengths)
         return SdpaCall(query, key, value, attn_mask, *flags)
 
+    def expanded(self) -> SdpaCall | None:
+        """Return this call with query, key and value expanded to one batch and number of heads, as SDPA
+        broadcasts them.
+
+        Return None if nothing is to be expanded, or if the shapes do not fit; :func:`check_arguments` then
+        raises.
+        """
+        tensors, num_dims = self[:3], 2
+        if self.enable_gqa:
+            num_dims = 3
+        shapes = [x.shape[:-num_dims] for x in tensors]
+        if shapes[0] == shapes[1] == shapes[2] or any(x.ndim < 3 for x in tensors):
+            return None
+        try:
+            leading = torch.broadcast_shapes(*shapes)
+        except RuntimeError:
+            return None
+        query, key, value = (x.expand(*leading, *x.shape[-num_dims:]) for x in tensors)
+        return self.with_tensors(query, key, value, self.attn_mask)
+
     def on_one_device(self) -> Tensor:
         """Compute the call on this rank alone, with SDPA's ``aten`` operator, which attention modes let through."""
         call = self

@@ -240,11 +240,6 @@ def concatenate(parts: Sequence[Tensor], dim: int) -> Tensor:
     return torch.cat(list(parts), dim)
 
 
-def pack_regions(wire: Wire, regions: list[int], numel: int, tensors: Sequence[Tensor]) -> Tensor:
-    """Pack ``regions`` of ``tensors`` by the operator of ``wire``, which a Triton kernel computes on a GPU."""
-    return wire.pack(tensors, regions, numel)
-
-
 # Most calls use the functions below: all ranks have equally many heads, and tokens arrive in order.
 
 

@@ -7,7 +7,7 @@ test_traffic.py and test_launches.py there for bytes, copies and launches.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from math import prod
 from typing import NamedTuple
@@ -23,11 +23,10 @@ from para_core.attention.swap import (
     SwapSteps,
     Unpack,
     concatenate,
-    pack_regions,
     pack_views,
     unpack_views,
 )
-from para_core.layout.runs import join_neighbours, take
+from para_core.layout.runs import take
 from para_core.layout.sequence import Run
 
 
@@ -51,24 +50,49 @@ class ToHeads(Swap):
         if self.wire.needs_regions or (by_kernel and len(self.rows) > 1):
             runs = [[rows.local_runs(replicated=self.replicated)] * self.dim.size for rows in self.rows]
             regions = self.regions(shapes, runs, by_head=True)
-            return partial(pack_regions, self.wire, regions, numel)
+            return partial(self.wire.pack, regions=regions, numel=numel)
         groups = group_equal_ranks(self.heads)
         if self._packs_views(shapes, groups):
-            view_shapes = [self._view_shape(shapes, index) for index in range(len(self.rows))]
+            # Of each tensor [B, ranks, heads, S, D].
+            view_shapes = [
+                (shapes.batch, self.dim.size, heads[0][1], sizes[self.dim.index], width)
+                for heads, sizes, width in zip(self.heads, self.sizes, shapes.widths, strict=True)
+            ]
             return partial(pack_views, view_shapes)
-        return partial(self._pack, shapes, groups, numel)
+        pack: Pack
+        if len(groups) == 1 and len(shapes.tables) == 1:
+            pack = partial(_pack_one_group, groups[0])
+        elif torch.is_grad_enabled() or torch.compiler.is_compiling():
+            # Autograd and graphs need a concatenation in place of a buffer that is written.
+            pack = partial(self._pack_slices, shapes)
+        else:
+            pack = partial(self._pack_groups, shapes, groups, numel)
+        if self._leaves_out_replicated:
+            return partial(self._pack_sharded, pack)
+        return pack
 
     def _choose_unpack(self, shapes: SwapSizes, dtype: torch.dtype, *, by_kernel: bool) -> Unpack:
         # One table needs no kernel: the results are views of it, or of one concatenation of its rows.
         if self.wire.needs_regions or (by_kernel and len(shapes.tables) > 1):
             return self._regions_unpacker(shapes, dtype)
+        parts = [self._split_by_rows(members) for members in shapes.tables]
         if len(shapes.tables) > 1:
-            return partial(self._unpack_tables, shapes)
+            return partial(self._unpack_tables, shapes, parts)
+        heads = [of_ranks[self.dim.index][1] for of_ranks in self.heads]
+        table_shape = (sum(self.sizes[0]), shapes.batch, sum(heads), shapes.widths[0])
         if all(rows is self.rows[0] and rows.is_rank_by_rank for rows in self.rows):
-            heads = [of_ranks[self.dim.index][1] for of_ranks in self.heads]
-            table_shape = (sum(self.sizes[0]), shapes.batch, sum(heads), shapes.widths[0])
             return partial(unpack_views, table_shape, heads)
-        return partial(self._unpack_table, shapes, shapes.tables[0])
+        return partial(self._unpack_table, table_shape, parts[0])
+
+    def _split_by_rows(self, members: Sequence[int]) -> list[TablePart]:
+        """Split the tensors of a table into those with the same rows."""
+        parts: list[TablePart] = []
+        for index in members:
+            if not parts or self.rows[index] is not self.rows[parts[-1].members[0]]:
+                parts.append(TablePart([], []))
+            parts[-1].members.append(index)
+            parts[-1].heads.append(self.heads[index][self.dim.index][1])
+        return parts
 
     def _packs_views(self, shapes: SwapSizes, groups: Sequence[RankSlices]) -> bool:
         """Whether one view of each tensor, of all its tokens and heads, shows the slices of all ranks."""
@@ -76,67 +100,56 @@ class ToHeads(Swap):
             return False
         return all(step == count for _, count, step in groups[0].heads)
 
-    def _view_shape(self, shapes: SwapSizes, index: int) -> tuple[int, ...]:
-        """Return the shape ``[B, ranks, heads, S, D]`` of tensor ``index``."""
-        tokens = self.sizes[index][self.dim.index]
-        return (shapes.batch, self.dim.size, self.heads[index][0][1], tokens, shapes.widths[index])
-
     @property
     def _leaves_out_replicated(self) -> bool:
         """Whether the tensors have tokens that are not sent, so that packing must cut them out first."""
         return not self.replicated and any(rows.replicates for rows in self.rows)
 
-    def _pack(
+    def _pack_sharded(self, pack: Pack, tensors: Sequence[Tensor]) -> Tensor:
+        """Pack the tokens that are not replicated by ``pack``."""
+        return pack([take(x, 2, rows.local_sharded_runs) for x, rows in zip(tensors, self.rows, strict=True)])
+
+    def _pack_slices(self, shapes: SwapSizes, tensors: Sequence[Tensor]) -> Tensor:
+        """Pack by one concatenation of the slices of all ranks."""
+        parts = []
+        for rank in range(self.dim.size):
+            for members in shapes.tables:
+                slices = [tensors[index].narrow(1, *self.heads[index][rank]) for index in members]
+                parts.append(concatenate([x.permute(2, 0, 1, 3) for x in slices], 2).reshape(-1))
+        return torch.cat(parts)
+
+    def _pack_groups(
         self, shapes: SwapSizes, groups: Sequence[RankSlices], numel: int, tensors: Sequence[Tensor]
     ) -> Tensor:
-        """Pack with one copy if all ranks get equally many heads, otherwise with one copy per group of equal ranks."""
-        if self._leaves_out_replicated:
-            tensors = [
-                take(x, 2, rows.local_sharded_runs) for x, rows in zip(tensors, self.rows, strict=True)
+        """Pack into a new buffer, with one copy per table and group of ranks that get equally many heads."""
+        buffer, before = tensors[0].new_empty(numel), 0
+        for group in groups:
+            views_of_tables = [
+                [view_heads(tensors[index], group, group.heads[index]) for index in members]
+                for members in shapes.tables
             ]
-        if len(groups) == 1 and len(shapes.tables) == 1:
-            views = [view_heads(x, groups[0], run) for x, run in zip(tensors, groups[0].heads, strict=True)]
-            if len(views) == 1:
-                return views[0].contiguous()
-            return torch.cat(views, 3)
-        if not _writes_into_buffers():
-            parts = []
-            for rank in range(self.dim.size):
-                for members in shapes.tables:
-                    slices = [tensors[index].narrow(1, *self.heads[index][rank]) for index in members]
-                    parts.append(concatenate([x.permute(2, 0, 1, 3) for x in slices], 2).reshape(-1))
-            return torch.cat(parts)
-        buffer = tensors[0].new_empty(numel)
-        for group, part in _parts_of_groups(buffer, groups, self, shapes):
-            before = 0
-            for members in shapes.tables:
-                views = [view_heads(tensors[index], group, group.heads[index]) for index in members]
-                count = sum([view.shape[3] for view in views])
-                shape = (*views[0].shape[:3], count, views[0].shape[4])
-                target = part.narrow(1, before, prod(shape[1:])).view(shape)
-                torch.cat(views, 3, out=target)
-                before += prod(shape[1:])
+            # The elements of each table in the part of a rank.
+            numels = [sum([view.numel() for view in views]) // group.number for views in views_of_tables]
+            parts = buffer.narrow(0, before, group.number * sum(numels)).view(group.number, sum(numels))
+            for part, views in zip(parts.split_with_sizes(numels, 1), views_of_tables, strict=True):
+                heads = sum([view.shape[3] for view in views])
+                ranks, tokens, batch, _, width = views[0].shape
+                torch.cat(views, 3, out=part.view(ranks, tokens, batch, heads, width))
+            before += parts.numel()
         return buffer
 
     def _unpack_table(
-        self, shapes: SwapSizes, members: Sequence[int], buffer: Tensor, tensors: Sequence[Tensor]
+        self, shape: Sequence[int], parts: Sequence[TablePart], buffer: Tensor, tensors: Sequence[Tensor]
     ) -> Sequence[Tensor]:
         """Return views of the received table if its tokens are in order, otherwise of one concatenation of its rows."""
-        heads = [self.heads[index][self.dim.index][1] for index in members]
-        table = buffer.view(sum(self.sizes[members[0]]), shapes.batch, sum(heads), shapes.widths[members[0]])
-        # A loop, because a generator would cost the host a Python call for each tensor.
-        same_rows = True
-        for index in members:
-            same_rows = same_rows and self.rows[index] is self.rows[members[0]]
-        if same_rows:
-            return self._split_table(table, members, heads, tensors)
-        # Queries stay in the order of arrival, and keys and values do not: in every exchange of tensors with
-        # different rows (UlyssesPlan) the first tensor is the query, and the others share their rows.
-        queries, rest = table.split_with_sizes([heads[0], sum(heads[1:])], 2)
-        return (
-            *self._split_table(queries, members[:1], heads[:1], tensors),
-            *self._split_table(rest, members[1:], heads[1:], tensors),
-        )
+        table = buffer.view(shape)
+        if len(parts) == 1:
+            return self._split_table(table, *parts[0], tensors)
+        blocks: list[Tensor] = []
+        tables = table.split_with_sizes([sum(part.heads) for part in parts], 2)
+        for of_part, part in zip(tables, parts, strict=True):
+            blocks.extend(self._split_table(of_part, *part, tensors))
+        return blocks
 
     def _split_table(
         self, table: Tensor, members: Sequence[int], heads: list[int], tensors: Sequence[Tensor]
@@ -170,9 +183,13 @@ class ToHeads(Swap):
         return concatenate(parts, 0)
 
     def _unpack_tables(
-        self, shapes: SwapSizes, buffer: Tensor, tensors: Sequence[Tensor]
+        self,
+        shapes: SwapSizes,
+        parts_of_tables: Sequence[Sequence[TablePart]],
+        buffer: Tensor,
+        tensors: Sequence[Tensor],
     ) -> Sequence[Tensor]:
-        """Concatenate the parts of each table, and put its rows in order."""
+        """Concatenate what each rank sent of each table, and put its rows in order."""
         buffer, results = buffer.view(-1), list(tensors)
         received: list[list[Tensor]] = [[] for _ in shapes.tables]
         offset = 0
@@ -182,8 +199,9 @@ class ToHeads(Swap):
                 shape = (self.sizes[members[0]][rank], shapes.batch, heads, shapes.widths[members[0]])
                 received[number].append(buffer.narrow(0, offset, prod(shape)).view(shape))
                 offset += prod(shape)
-        for members, parts in zip(shapes.tables, received, strict=True):
-            blocks = self._unpack_table(shapes, members, torch.cat(parts), tensors)
+        for members, parts, of_ranks in zip(shapes.tables, parts_of_tables, received, strict=True):
+            table = torch.cat(of_ranks)
+            blocks = self._unpack_table(table.shape, parts, table, tensors)
             for index, block in zip(members, blocks, strict=True):
                 results[index] = block
         return results
@@ -194,7 +212,9 @@ class ToHeads(Swap):
         that is sent as it is.
         """
         index = self.dim.index
-        blocks = [[_sharded_blocks(rows, rank) for rank in range(self.dim.size)] for rows in self.rows]
+        blocks = [
+            [rows.block_runs(rank, replicated=False) for rank in range(self.dim.size)] for rows in self.rows
+        ]
         regions = self.regions(shapes, blocks, by_head=False)
         # B, H, S and D of each result.
         sizes = [
@@ -230,6 +250,15 @@ def _put_in_order(rows: BlockRows, table: Tensor, local: Sequence[Tensor]) -> Te
     if parts:
         return concatenate(parts, 0)
     return table
+
+
+class TablePart(NamedTuple):
+    """Tensors of a table with the same rows, and their numbers of heads on this rank. Queries may stay in the order
+    of arrival, while keys and values do not.
+    """
+
+    members: list[int]
+    heads: list[int]
 
 
 class RankSlices(NamedTuple):
@@ -299,27 +328,9 @@ def view_heads(x: Tensor, group: RankSlices, run: tuple[int, int, int]) -> Tenso
     return x.view(batch, group.number, count, tokens, width).permute(1, 3, 0, 2, 4)
 
 
-def _parts_of_groups(
-    buffer: Tensor, groups: Sequence[RankSlices], swap: ToHeads, shapes: SwapSizes
-) -> Iterator[tuple[RankSlices, Tensor]]:
-    """Yield each group of ranks with its part of the buffer, ``[ranks, elements per rank]``."""
-    offset = 0
-    for group in groups:
-        each = sum(
-            [
-                swap.numel_of_token(members, group.first, shapes) * swap.sizes[members[0]][swap.dim.index]
-                for members in shapes.tables
-            ]
-        )
-        yield group, buffer.narrow(0, offset, group.number * each).view(group.number, each)
-        offset += group.number * each
-
-
-def _sharded_blocks(rows: BlockRows, rank: int) -> list[Run]:
-    """Return where the sharded tokens of ``rank`` lie in the block, as runs ``(start, length)``."""
-    return join_neighbours([(row.block, row.length) for row in rows.of_peers[rank] if not row.replicated])
-
-
-def _writes_into_buffers() -> bool:
-    """Whether tensors may be written into a buffer: autograd and graphs need a concatenation in its place."""
-    return not (torch.is_grad_enabled() or torch.compiler.is_compiling())
+def _pack_one_group(group: RankSlices, tensors: Sequence[Tensor]) -> Tensor:
+    """Pack one table with one copy: all ranks get equally many heads."""
+    views = [view_heads(x, group, run) for x, run in zip(tensors, group.heads, strict=True)]
+    if len(views) == 1:
+        return views[0].contiguous()
+    return torch.cat(views, 3)

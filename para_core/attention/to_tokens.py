@@ -24,10 +24,9 @@ from para_core.attention.swap import (
     Unpack,
     concatenate,
     pack_block,
-    pack_regions,
     unpack_even_heads,
 )
-from para_core.layout.runs import join_neighbours
+from para_core.layout.runs import take
 from para_core.layout.sequence import Run
 
 
@@ -38,9 +37,6 @@ class ToTokens(Swap):
     With ``replicated``, every rank gets all heads of the replicated tokens. Without it, they are not sent,
     and a result has zeros for the heads of other ranks: it is a share of a sum over ranks, as gradients of
     copies are. Where several ranks have the same head, their results are summed.
-
-    A single tensor is neither: the only exchange of one is that of the output (``UlyssesPlan.leave``), with
-    ``replicated`` and each head on one rank.
     """
 
     def shares_tokens(self, index: int, other: int) -> bool:
@@ -48,27 +44,29 @@ class ToTokens(Swap):
 
     def plan_steps(self, shapes: SwapSizes, dtype: torch.dtype, *, by_kernel: bool) -> SwapSteps:
         send, receive = self.numel_by_tokens(shapes), self.numel_by_heads(shapes)
+        # Where the tokens of each rank lie in the block of each tensor.
+        blocks = [
+            [rows.block_runs(rank, replicated=self.replicated) for rank in range(self.dim.size)]
+            for rows in self.rows
+        ]
+        # Whether all tokens and heads arrive, and each once. The gradients of query, key and value may be added up.
+        is_whole = self.replicated or not any(rows.replicates for rows in self.rows)
+        is_whole = is_whole and all(_are_disjoint(heads) for heads in self.heads)
+        pack: Pack = partial(self._pack, shapes, blocks)
+        unpack: Unpack = partial(self._unpack, shapes)
         if self.wire.needs_regions or (by_kernel and len(self.rows) > 1):
-            return self._plan_by_regions(shapes, send, receive, dtype)
-        if len(self.rows) > 1:
-            return SwapSteps(partial(self._pack, shapes), send, receive, partial(self._unpack, shapes))
-        pack: Pack = partial(self._pack_one, self.rows[0])
-        if self.rows[0].is_rank_by_rank:
-            pack = pack_block
-        return SwapSteps(pack, send, receive, self._choose_unpack_of_one(shapes))
-
-    def _plan_by_regions(
-        self, shapes: SwapSizes, send: list[int], receive: list[int], dtype: torch.dtype
-    ) -> SwapSteps:
-        ranks = range(self.dim.size)
-        blocks = [[self._runs_in_block(rows, rank) for rank in ranks] for rows in self.rows]
-        pack = partial(pack_regions, self.wire, self.regions(shapes, blocks, by_head=False), sum(send))
-        has_all_tokens = self.replicated or not any(rows.replicates for rows in self.rows)
-        if has_all_tokens and all(_are_disjoint(heads) for heads in self.heads):
-            return SwapSteps(pack, send, receive, self._regions_unpacker(shapes, dtype))
-        # Regions are copied, not added up. Only gradients get here, and they are sent as they are
-        # (UlyssesPlan): this could not read another format.
-        return SwapSteps(pack, send, receive, partial(self._unpack, shapes))
+            regions = self.regions(shapes, blocks, by_head=False)
+            pack = partial(self.wire.pack, regions=regions, numel=sum(send))
+            # Regions are copied, not added up. Gradients are sent as they are (UlyssesPlan), so _unpack can read them.
+            if is_whole:
+                unpack = self._regions_unpacker(shapes, dtype)
+        elif len(self.rows) == 1 and is_whole:
+            # One copy each way.
+            pack = partial(_pack_one, [run for runs in blocks[0] for run in runs])
+            if self.rows[0].is_rank_by_rank:
+                pack = pack_block
+            unpack = self._choose_unpack_of_one(shapes)
+        return SwapSteps(pack, send, receive, unpack)
 
     def _choose_unpack_of_one(self, shapes: SwapSizes) -> Unpack:
         """Return the function that unpacks a single tensor. Ranks without heads send nothing."""
@@ -78,13 +76,6 @@ class ToTokens(Swap):
             shape = (len(counts), tokens, shapes.batch, counts[0], shapes.widths[0])
             return partial(unpack_even_heads, shape)
         return partial(_unpack_uneven_heads, shapes.batch, tokens, counts, shapes.widths[0])
-
-    def _runs_in_block(self, rows: BlockRows, rank: int) -> list[Run]:
-        """Return where the tokens of ``rank`` lie in the block."""
-        runs = [
-            (row.block, row.length) for row in rows.of_peers[rank] if self.replicated or not row.replicated
-        ]
-        return join_neighbours(runs)
 
     def _regions_unpacker(self, shapes: SwapSizes, dtype: torch.dtype) -> Unpack:
         runs = [[rows.local_runs(replicated=True)] * self.dim.size for rows in self.rows]
@@ -97,13 +88,9 @@ class ToTokens(Swap):
         ]
         return lambda buffer, _: self.wire.unpack(buffer.view(-1), regions, sizes, dtype)
 
-    def _pack_one(self, rows: BlockRows, tensors: Sequence[Tensor]) -> Tensor:
-        """Pack a block with one copy, which brings the tokens of each rank together."""
-        table = tensors[0].permute(2, 0, 1, 3)
-        runs = rows.sent_blocks(replicated=self.replicated) or [(0, 0)]
-        return concatenate([table.narrow(0, *run) for run in runs], 0).contiguous()
-
-    def _pack(self, shapes: SwapSizes, tensors: Sequence[Tensor]) -> Tensor:
+    def _pack(
+        self, shapes: SwapSizes, blocks: Sequence[Sequence[Sequence[Run]]], tensors: Sequence[Tensor]
+    ) -> Tensor:
         """Concatenate the heads of each table, and the tokens of each rank."""
         tables = [
             concatenate([tensors[index].permute(2, 0, 1, 3) for index in members], 2)
@@ -114,12 +101,7 @@ class ToTokens(Swap):
         parts = []
         for rank in range(self.dim.size):
             for table, members in zip(tables, shapes.tables, strict=True):
-                runs = [
-                    (row.block, row.length)
-                    for row in self.rows[members[0]].of_peers[rank]
-                    if self.replicated or not row.replicated
-                ]
-                parts += [table.narrow(0, *run).reshape(-1) for run in runs]
+                parts += [table.narrow(0, *run).reshape(-1) for run in blocks[members[0]][rank]]
         return torch.cat([tables[0].new_empty(0), *parts])
 
     def _unpack(self, shapes: SwapSizes, buffer: Tensor, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -128,10 +110,8 @@ class ToTokens(Swap):
         slices: list[list[Tensor]] = [[] for _ in tensors]
         for rank in range(self.dim.size):
             for members in shapes.tables:
-                counts, tokens = (
-                    [self.heads[index][rank][1] for index in members],
-                    self.sizes[members[0]][index_of_rank],
-                )
+                counts = [self.heads[index][rank][1] for index in members]
+                tokens = self.sizes[members[0]][index_of_rank]
                 shape = (tokens, shapes.batch, sum(counts), shapes.widths[members[0]])
                 part = buffer.narrow(0, offset, prod(shape)).view(shape)
                 offset += prod(shape)
@@ -157,6 +137,11 @@ class ToTokens(Swap):
                 target.copy_(sharded.narrow(1, start, row.length).transpose(1, 2))
                 start += row.length
         return local
+
+
+def _pack_one(runs: Sequence[Run], tensors: Sequence[Tensor]) -> Tensor:
+    """Pack a block with one copy, which brings the tokens of each rank together: those at ``runs``."""
+    return take(tensors[0].permute(2, 0, 1, 3), 0, runs).contiguous()
 
 
 def _unpack_uneven_heads(

@@ -121,15 +121,10 @@ def attend_block(
     Returns:
         out, ``[B, H_local, S_block, D_v]``; and lse, ``[B, H_local, S_block]``, or None without ``save``.
     """
-    # None also if whole groups of query heads have a key head each: backends pair these heads themselves.
+    # None also if whole groups of query heads have a key head each: attention to a block pairs these heads itself.
     key_heads = None
     if plan.spec.num_kv_heads != plan.spec.num_heads:
         key_heads = plan.heads.key_of_each_query(plan.spec.mesh.ulysses.index, query.device)
-    if attn_func is not None and key.shape[1] != query.shape[1] and key_heads is None:
-        # A user's attn_func pairs no heads: it gets as many key heads as query heads.
-        key_heads = torch.arange(query.shape[1], device=query.device) // (
-            query.shape[1] // max(1, key.shape[1])
-        )
     # One call of plain SDPA has the bits of one device and costs the host least, but returns no lse, so it
     # cannot serve a gradient.
     if not save and attn_func is None and plan.is_local:

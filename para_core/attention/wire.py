@@ -1,4 +1,6 @@
-"""The format in which tensors are sent. An option of attention may bring another one."""
+"""The format in which tensors are sent, by :mod:`.swap` and :mod:`.ring`. An option of attention may bring
+another one (:mod:`.rounding`). Tests: tests/attention/approximate/test_wire.py and tests/kernels/test_pack.py.
+"""
 
 from __future__ import annotations
 

@@ -189,10 +189,10 @@ def _agree_on_arguments(**arguments: object) -> None:
         fields = "; ".join(describe_differences(records))
         return f"the ranks must call init_context_parallel_mesh with equal arguments. {fields}."
 
-    # Values of other types are refused later, on every rank.
+    # Values of other types are refused later, on every rank. True would else be equal to a 1 of another rank.
     record = dict(arguments)
     for name, value in arguments.items():
-        if value is not None and not isinstance(value, (int, str)):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, (int, str))):
             record[name] = f"a {type(value).__name__}"
     agree(record, all_ranks(), explain=explain)
 

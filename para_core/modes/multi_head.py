@@ -126,9 +126,9 @@ def _merge_masks(
 
     In bool arguments True hides a key; in a bool result True shows it. ``key_padding_mask`` is ``[B, S_k]``
     or ``[S_k]``, and ``attn_mask`` ``[S_q, S_k]``, or ``[B * H, S_q, S_k]`` (``[H, S_q, S_k]`` without a
-    batch). The result is marked like ``attn_mask`` if ``cp.shard`` made its rows. Raise ``ValueError`` by
-    ``fail`` for another dtype, if ``attn_mask`` has another first dim, or if the masks are for different
-    numbers of keys.
+    batch). The result is marked like the mask that ``cp.shard`` made; like ``attn_mask`` if it made both.
+    Raise ``ValueError`` by ``fail`` for another dtype, if ``attn_mask`` has another first dim, or if the masks
+    are for different numbers of keys.
     """
     for name, one_mask in (("attn_mask", attn_mask), ("key_padding_mask", key_padding_mask)):
         # An integer mask would be added to the scores if it is combined with the other one.
@@ -165,6 +165,7 @@ def _merge_masks(
     if of_keys is not None:
         of_keys = of_keys[..., None, None, :]
     mask = _combine(of_keys, of_queries, query.dtype)
+    copy_mark(key_padding_mask, mask)
     copy_mark(attn_mask, mask)
     return mask
 

@@ -165,7 +165,7 @@ class UnifiedAttnMode(LayoutMode):
         # current_call.py sets it from outside for a cache that skips all blocks. _warned: whether the warning
         # of _check_use was given.
         self.intercepted = self._warned = False
-        # Whether a tensor that may be a mask was sharded by rows, so that masks computed from it are noted.
+        # Whether a tensor that may be a mask was sharded, so that masks computed from it are noted.
         self._follows_masks = False
         # What the model computed by hand over this rank's tokens (matmul, softmax, matmul).
         self._by_hand = HandwrittenAttention(ignores_graphs=attn_func is not None)
@@ -191,7 +191,10 @@ class UnifiedAttnMode(LayoutMode):
         mark_part(x, dim, layout, self._mesh.rank)
         # Follow what is computed from x only if x may be a mask, because that costs time in each function.
         numbers = {layout.total, *[segment.total for segment in segments_of(self._known)]}
-        if dim % x.ndim == x.ndim - 2 and (x.dtype == torch.bool or x.shape[-1] in numbers):
+        is_part_of_rows = dim % x.ndim == x.ndim - 2 and (x.dtype == torch.bool or x.shape[-1] in numbers)
+        # Several columns tell by their number that they are this rank's.
+        is_one_column = dim % x.ndim == x.ndim - 1 and x.shape[-1] == 1 < layout.total
+        if is_part_of_rows or is_one_column:
             self._follows_masks = True
 
     def _begin(self) -> None:

@@ -20,7 +20,7 @@ from para_core.attention.local_call import LocalAttentionCall
 from para_core.attention.merge import Merged
 from para_core.distributed.mesh import one_rank
 from para_core.option_values import BACKENDS
-from tests.attention.cases import CAUSAL, Case, Mask, lay_out
+from tests.attention.cases import CAUSAL, Case, Mask, check_all, lay_out
 from tests.attention.cases import attend as attend_over_mesh
 from tests.attention.one_device import relative_error
 from tests.kernels.attention_cases import by_formula, error, make
@@ -82,7 +82,6 @@ REFUSED = {
         lambda: check_some_backend(X[0].new_empty(1, 1, 1, 264), X[2], backend="triton"),
         r"triton.*float32.* 256.* torch\.float32 .*264",
     ),
-    "efficient on a CPU": (lambda: attend("efficient", *X), r"efficient.* CUDA .*CPU"),
     "cudnn on a CPU": (lambda: attend("cudnn", X[0].clone().requires_grad_(), *X[1:]), r"cudnn.* CUDA .*CPU"),
     **{
         f"forbidden {function.__name__}": (partial(with_math_alone, function, *args), r"flash.* sdpa_kernel\(")
@@ -122,13 +121,11 @@ def test_triton_runs_on_one_rank_eager_and_in_a_graph():
     assert error(out, by_formula(*tensors, **CAUSAL)[0]) < 1e-3
 
 
-def ring_of_triton(cases):
+def attend_interpreted(*args):
     with interpreted():
-        return attend_over_mesh(cases, 2, 1, False, None, {"backend": "triton"})
+        return attend_over_mesh(*args)
 
 
 def test_a_ring_of_triton_kernels_equals_one_device(rank_pool):
     cases = [Case(13, 2), Case(13, 2, options=CAUSAL), Case(13, 2, mask=Mask("k"))]
-    for outs in rank_pool.run(ring_of_triton, 2, cases):
-        for case, (out, _) in zip(cases, outs, strict=True):
-            assert relative_error(out, case.on_one_device()) < 1e-5, case
+    check_all(rank_pool, cases, 2, 1, run=attend_interpreted, backend="triton")

@@ -30,7 +30,6 @@ CALLS = {
     "causal with a mask": Case(96, 4, D=16, mask=Mask("bk"), options=CAUSAL),
     "causal with a float mask": Case(96, 4, D=16, mask=Mask("qk", F32), options=CAUSAL),
     "causal with grouped heads": Case(96, 8, D=16, H_kv=4, options=GQA | CAUSAL),
-    "scaled": Case(96, 4, D=16, options={"scale": 0.3}),
     "model's memory layout": Case(103, 4, D=16, memory="transposed"),
 }
 

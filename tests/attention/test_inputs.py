@@ -142,6 +142,10 @@ def attend_with_declared_masks(ring, ulysses):
         joint = torch.cat([k, part], dim=2)
         with pytest.raises(ValueError, match=r"cp\.using\(.*replicated=True"):
             sdpa(joint, joint, joint)
+        rows, columns = (SequenceLayout([Segment("a", 1), Segment("b", size)], ring * ulysses) for size in (1, 8))
+        few, keys, values = (cp.shard(x, 2, sequence=of) for x, of in ((q[:, :, :2], rows), (k, columns), (v, columns)))
+        with cp.using(rows, key_layout=columns):  # The first rank has both queries.
+            outs.append(cp.gather(sdpa(few, keys, values, PADDING.expand(few.shape[2], 9)), dim=2, sequence=rows))
     return outs
 
 
@@ -151,7 +155,7 @@ def test_replicated_keys_and_local_masks_are_declared(rank_pool, ring, ulysses):
     expected = [sdpa(q, k, v), sdpa(q, k, v, PADDING[None]), sdpa(q, q, q, PADDING.repeat(2)[:13][None])]
     expected.append(sdpa(q, q, q, (torch.arange(13) > 1)[None]))
     for outs in rank_pool.run(attend_with_declared_masks, ring * ulysses, ring, ulysses):
-        for out, whole in zip(outs, expected, strict=True):
+        for out, whole in zip(outs, [*expected, expected[1][:, :, :2]], strict=True):
             assert relative_error(out, whole) < 1e-5
 
 
@@ -248,6 +252,8 @@ def refuse():
                 # Rank 1 has keys and no query, so that its mask of these keys has no row.
                 padding = PADDING[: k.shape[2]].expand(2 - 2 * mesh.get_rank(), -1)
                 rows["dim 1, 0;"] = partial(attend, q[:, :, : len(padding)], k, v, padding, layout=TWO, key_layout=ALL)
+                learning = torch.set_grad_enabled(mesh.get_rank() == 1)
+                rows["gradients of attn_func"] = learning(partial(attend, q, k, v, attn_func=own_attention))
                 rows["need_weights=False"] = lambda: module(x, x, x, need_weights=mesh.get_rank() == 1)
                 fails = mock.patch("para_core.attention.call_agreement.describe_rows", side_effect=RuntimeError("GPU"))
                 on_one = fails if mesh.get_rank() == 1 else lambda call: call

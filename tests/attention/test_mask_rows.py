@@ -39,11 +39,9 @@ FOLLOWED = {
 # Rows of a rank with 4 of 8 tokens that no one knows to be its own.
 UNKNOWN = {
     "new values": lambda part: torch.tensor(part.tolist()),
-    "of the length": lambda part: torch.ones_like(part).tril(),
     "rows counted from the first of the part": lambda part: part.tril(),
     "written to": lambda part: part.tril_(),
     "with such a mask": lambda part: part & torch.ones(4, 8, dtype=torch.bool).tril(),
-    "in another order": lambda part: part.flip(-2),
     "in the order of an index": lambda part: part[[3, 2, 1, 0]],
     "repeated by numbers": lambda part: part.repeat_interleave(torch.tensor([2, 0, 1, 1]), dim=-2),
     "copied with other columns": lambda part: part[:, :4].expand(2, 4, 4).reshape(1, 4, 8),

@@ -228,6 +228,7 @@ def refuse_wrong_meshes():
         (lambda: UnifiedAttnMode(three), r"ValueError: .*\['replica'\].*mesh\['ring', 'ulysses'\]"),
         (lambda: exchange(rank, ended), "ValueError: the process group of mesh dim 'ulysses' was destroyed"),
         (lambda: init_context_parallel_mesh(torch.device("cpu", rank)), r"TypeError: device_type .*index=.*'cuda'"),
+        (lambda: init_context_parallel_mesh(max_ring_dim_size=True if rank else 1), r"ValueError: .* a bool"),
         *[(partial(init_context_parallel_mesh, of), rf"ValueError: device_type .*'{of}'") for of in ("cpu:0", "gpu")],
     ]
     if rank > 1:

@@ -110,8 +110,9 @@ def masked_calls(shard):
     for keys in ({}, {"key_padding_mask": padding}):
         for rows in ({}, {"attn_mask": square}, {"attn_mask": per_head}):
             yield x, {**keys, **rows}
-    yield x, {"key_padding_mask": shard(padding, 1)}
-    yield x, {"key_padding_mask": shard(scores, 1)}
+    for S in (7, 2):  # Each of two ranks has one of two tokens.
+        for mask in (padding, scores):
+            yield shard(tokens(S), 1), {"key_padding_mask": shard(mask[:, :S], 1)}
     yield x, {"key_padding_mask": scores, "attn_mask": torch.randn(6, 7, 7, generator=generator)}
     yield x, {"key_padding_mask": padding, "attn_mask": torch.ones(7, 7).bool().triu(1), "is_causal": True}
     x = shard(tokens(7)[0], 0)
@@ -124,7 +125,8 @@ def attend_masked(ring, ulysses):
     module, outs = make_module("attention", batch_first=True), []
     with torch.no_grad(), UnifiedAttnMode(cpu_mesh(ring, ulysses)) as cp:
         for x, masks in masked_calls(lambda x, dim: cp.shard(x, dim=dim)):
-            outs.append(cp.gather(module(x, x, x, need_weights=False, **masks)[0], dim=x.ndim - 2))
+            sequence = cp.sequence(2 if x.shape[-2] == 1 else 7)
+            outs.append(cp.gather(module(x, x, x, need_weights=False, **masks)[0], x.ndim - 2, sequence=sequence))
     return outs
 
 

@@ -5,6 +5,8 @@ Every rank sends its share of a block's gradient to the owner of the block.
 
 from __future__ import annotations
 
+from functools import partial
+
 from torch import Tensor
 
 from para_core.attention.attend import Block
@@ -16,15 +18,11 @@ from para_core.distributed.collectives import Travelling, start_ring_shift, wait
 
 def direct_ring_backward(block_backward: Backward, ring: DirectRing) -> Backward:
     """Return the gradient of the direct ring around attention with the gradient ``block_backward``."""
-
-    def backward(into: QueryGradients, key: Tensor, value: Tensor, _: int) -> Block:
-        return _gradients_in_direct_ring(block_backward, into, key, value, ring)
-
-    return backward
+    return partial(_gradients_in_direct_ring, block_backward, ring)
 
 
 def _gradients_in_direct_ring(
-    block_backward: Backward, into: QueryGradients, key: Tensor, value: Tensor, ring: DirectRing
+    block_backward: Backward, ring: DirectRing, into: QueryGradients, key: Tensor, value: Tensor, _: int
 ) -> Block:
     """Return the gradients of this rank's keys and values. Accumulate those of query and mask in ``into``.
     Collective.
@@ -32,17 +30,16 @@ def _gradients_in_direct_ring(
     Every hop of the forward has its opposite here, also on ranks that send and receive nothing.
     """
     packing, index = Packing(key, value, ring.plan.block_sizes), ring.plan.dim.index
-    own_grads: Block = (key, value)
+    blocks = ring.blocks(key, value, packing, [])
+    # The first block is this rank's own, which begins to travel.
+    next(blocks)
+    own_grads = block_backward(into, key, value, 0)
     # These gradients are in flight while this rank computes the next ones.
     arriving: list[Travelling] = []
-    for hop, block in ring.blocks(key, value, packing, []):
+    for hop, block in blocks:
         sent, numel = key.new_empty(0, dtype=into.lse.dtype), 0
         if block is not None:
-            grads = block_backward(into, *block, hop.step)
-            if hop.step == 0:
-                own_grads = grads
-                continue
-            sent = packing.pack(*grads)
+            sent = packing.pack(*block_backward(into, *block, hop.step))
         del block
         if hop.sends:
             numel = packing.numel(index)

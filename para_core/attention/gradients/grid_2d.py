@@ -16,6 +16,7 @@ bytes, ``tests/attention/test_gradients.py`` compares the numbers with one devic
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -35,66 +36,71 @@ from para_core.layout.runs import take
 
 
 def grid_2d_backward(block_backward: Backward, grid: Grid2D) -> Backward:
-    """Return the gradient of :func:`~para_core.attention.grid_2d.grid_2d` around attention with the gradient
-    ``block_backward``.
+    """Return the gradient of :meth:`Grid2D.over_ring` of attention with the gradient ``block_backward``."""
+    if grid.row:
+        return partial(_gradients_in_grid, block_backward, grid)
+    return partial(_gradients_in_column, block_backward, grid)
+
+
+def _gradients_in_column(
+    block_backward: Backward, grid: Grid2D, into: QueryGradients, key: Tensor, value: Tensor, _: int
+) -> Block:
+    """Return what :func:`_gradients_in_grid` returns, in a grid of one column, in which no query is sent.
+    Collective: an all-to-all of keys, and one of their gradients.
     """
-
-    def backward(into: QueryGradients, key: Tensor, value: Tensor, _: int) -> Block:
-        return _gradients_in_grid(block_backward, grid, into, key, value)
-
-    return backward
+    sent_keys = take(key, 2, grid.plan.sent_runs), take(value, 2, grid.plan.sent_runs)
+    arriving = start_copies(join_by_token(*sent_keys), grid.column, grid.column_sizes, grid.plan.dim)
+    own_grads = block_backward(into, key, value, 0)
+    keys, values = split_by_head(arriving.wait(), key.shape[3], value.shape[3])
+    _return_gradients(grid, own_grads, block_backward(into, keys, values, 1))
+    return own_grads
 
 
 def _gradients_in_grid(
-    block_backward: Backward, grid: Grid2D, into: QueryGradients, key: Tensor, value: Tensor
+    block_backward: Backward, grid: Grid2D, into: QueryGradients, key: Tensor, value: Tensor, _: int
 ) -> Block:
     """Return the gradients of this rank's keys and values. Accumulate those of query and mask in ``into``.
     Collective.
 
     All ranks start the same all-to-alls in the same order: of the row's queries, of the column's keys, of the
-    gradients of queries, of the gradients of keys. Those of queries run on all ranks or on none: no rank has
-    others in its row only if the grid has one column. Each rank has others in its column, because
-    ``choose_grid`` never returns a single row. ``into.mask`` has the rows of this rank's queries, then those
-    of the row's other ranks.
+    gradients of queries, of the gradients of keys. Each rank has others in its row, unless the grid has one
+    column, and in its column, because ``choose_grid`` never returns a single row. ``into.mask`` has the rows of
+    this rank's queries, then those of the row's other ranks.
     """
     query, dim, sizes = into.query, grid.plan.dim, grid.row_sizes
     num_own, width, value_width = query.shape[2], query.shape[3], value.shape[3]
     sent_keys = take(key, 2, grid.plan.sent_runs), take(value, 2, grid.plan.sent_runs)
-    arriving_queries = returning_queries = None
-    if grid.row:
-        # All of the dtype of query, or torch.cat would convert the bits of lse.
-        sent = join_by_token(query, into.grad_out, into.out, view_lse_as(into.lse, query.dtype))
-        arriving_queries = start_copies(sent, grid.row, sizes, dim)
+    # All of the dtype of query, or torch.cat would convert the bits of lse.
+    sent = join_by_token(query, into.grad_out, into.out, view_lse_as(into.lse, query.dtype))
+    arriving_queries = start_copies(sent, grid.row, sizes, dim)
     arriving_keys = start_copies(join_by_token(*sent_keys), grid.column, grid.column_sizes, dim)
-    local = replace(
+    own = replace(
         into, mask=_take_rows(into.mask, 0, num_own), grad_mask=_take_rows(into.grad_mask, 0, num_own)
     )
-    own_grads = block_backward(local, key, value, 0)
-    others = None
-    if arriving_queries is not None:
-        others = _queries_of_row(grid, into, arriving_queries.wait(), value_width)
-        add_to_sent_keys(own_grads, block_backward(others, *sent_keys, 0), grid.plan)
+    own_grads = block_backward(own, key, value, 0)
+    others = _queries_of_row(grid, into, arriving_queries.wait(), value_width)
+    add_to_sent_keys(own_grads, block_backward(others, *sent_keys, 0), grid.plan)
     keys, values = split_by_head(arriving_keys.wait(), width, value_width)
-    grads_of_others = None
-    if others is not None:
-        grads_of_others = block_backward(others, keys, values, 1)
-        sent = join_by_token(others.grad_query)
-        returning_queries = start_parts(sent, grid.row, sizes, [num_own] * len(grid.row), dim)
-    grads = block_backward(local, keys, values, 1)
-    if grads_of_others is not None:
-        for grad, other in zip(grads, grads_of_others, strict=True):
-            grad.add_(other)
-    num_sent = [sent_keys[0].shape[2]] * len(grid.column)
-    returning_keys = start_parts(join_by_token(*grads), grid.column, grid.column_sizes, num_sent, dim)
-    if returning_queries is not None:
-        into.grad_query.add_(
-            split_by_head(_sum_over_ranks(returning_queries.wait(), len(grid.row)), width)[0]
-        )
-    grad_key, grad_value = split_by_head(
-        _sum_over_ranks(returning_keys.wait(), len(grid.column)), width, value_width
-    )
-    add_to_sent_keys(own_grads, (grad_key, grad_value), grid.plan)
+    grads_of_others = block_backward(others, keys, values, 1)
+    returning = start_parts(join_by_token(others.grad_query), grid.row, sizes, [num_own] * len(grid.row), dim)
+    grads = block_backward(own, keys, values, 1)
+    for grad, other in zip(grads, grads_of_others, strict=True):
+        grad.add_(other)
+    _return_gradients(grid, own_grads, grads)
+    into.grad_query.add_(split_by_head(_sum_over_ranks(returning.wait(), len(grid.row)), width)[0])
     return own_grads
+
+
+def _return_gradients(grid: Grid2D, own_grads: Block, grads: Block) -> None:
+    """Send ``grads``, of the keys and values of the column's other ranks, back to these, and add what they return to
+    ``own_grads``. Collective.
+    """
+    num_sent = [sum([length for _, length in grid.plan.sent_runs])] * len(grid.column)
+    sent = join_by_token(*grads)
+    returning = start_parts(sent, grid.column, grid.column_sizes, num_sent, grid.plan.dim)
+    summed = _sum_over_ranks(returning.wait(), len(grid.column))
+    grad_key, grad_value = split_by_head(summed, grads[0].shape[3], grads[1].shape[3])
+    add_to_sent_keys(own_grads, (grad_key, grad_value), grid.plan)
 
 
 def _queries_of_row(grid: Grid2D, into: QueryGradients, rows: Tensor, value_width: int) -> QueryGradients:

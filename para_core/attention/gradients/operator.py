@@ -207,7 +207,7 @@ def _attention_backward_shape(
     of_key = spec.num_kv_heads, spec.key_layout.size(spec.mesh.rank)
     grads = [
         x.new_empty(x.shape[0], *of, x.shape[3])
-        for x, of in zip(saved, (of_query, of_key, of_key), strict=False)
+        for x, of in zip(saved[:3], (of_query, of_key, of_key), strict=True)
     ]
     if mask is not None and mask_gradient:
         grad_mask = mask.new_empty(mask.shape)

@@ -6,6 +6,8 @@ hops, and every rank adds its share; gradients are in float32 also for 16-bit in
 
 from __future__ import annotations
 
+from functools import partial
+
 from torch import Tensor
 
 from para_core.attention.attend import Block
@@ -16,18 +18,12 @@ from para_core.distributed.collectives import Travelling, start_ring_shift, wait
 
 
 def ring_backward(block_backward: Backward, ring: Ring) -> Backward:
-    """Return the gradient of :func:`~para_core.attention.ring.ring` around attention with the gradient
-    ``block_backward``.
-    """
-
-    def backward(into: QueryGradients, key: Tensor, value: Tensor, _: int) -> Block:
-        return _gradients_in_ring(block_backward, into, key, value, ring.plan)
-
-    return backward
+    """Return the gradient of :meth:`Ring.over_ring` of attention with the gradient ``block_backward``."""
+    return partial(_gradients_in_ring, block_backward, ring.plan)
 
 
 def _gradients_in_ring(
-    block_backward: Backward, into: QueryGradients, key: Tensor, value: Tensor, plan: RingPlan
+    block_backward: Backward, plan: RingPlan, into: QueryGradients, key: Tensor, value: Tensor, _: int
 ) -> Block:
     """Return the gradients of this rank's keys and values. Accumulate those of query and mask in ``into``.
     Collective.
@@ -38,18 +34,16 @@ def _gradients_in_ring(
     if not plan.hops:
         return block_backward(into, key, value, 0)
     dim, packing = plan.dim, Packing(key, value, plan.block_sizes)
-    own_grads: Block = (key, value)
+    # Do not keep what is packed here, or one more block would be in memory.
+    blocks = pass_on_blocks((key, value), pack_sent_keys(packing, key, value, plan), packing, plan, [])
+    # The first block is this rank's own, which begins to travel.
+    next(blocks)
+    own_grads = block_backward(into, key, value, 0)
     # These gradients are in flight while this rank computes its own share.
     arriving: list[Travelling] = []
-    # Do not keep what is packed here, or one more block would be in memory.
-    for hop, block in pass_on_blocks(
-        (key, value), pack_sent_keys(packing, key, value, plan), packing, plan, []
-    ):
+    for hop, block in blocks:
         grads = block_backward(into, *block, hop.step)
         del block
-        if hop.step == 0:
-            own_grads = grads
-            continue
         if arriving:
             for grad, other in zip(grads, packing.unpack(wait(arriving.pop()), hop.source), strict=True):
                 grad.add_(other)
