@@ -166,6 +166,29 @@ def padded():
     return model([module("Padded", forward, heads=4, **of_block) for of_block in parts])
 
 
+def shorter():
+    """Return a model that leaves out its second layer in a large call."""
+
+    def body(self, x):
+        x = self.a(x)
+        return self.c(self.b(x) if x.shape[1] < 30 else x)
+
+    layers = module("Body", body, a=block(), b=block(), c=block())
+    return module("Shorter", lambda self, x: self.body(self.inp(x)), inp=nn.Linear(6, 24), body=layers)
+
+
+def longer():
+    """Return a model with more blocks, and a change between them, if an argument is given."""
+
+    def forward(self, x, times=None):
+        x = self.inp(x)
+        for each in self.first if times is not None else ():
+            x = each(x) * times
+        return self.final(run_blocks(self, x))
+
+    return model([block()], forward, first=[block(), block()])
+
+
 def image(height, width):
     return {"x": noise(2, 3, height, width)}
 
