@@ -14,11 +14,12 @@ from para_core.adapters.models import ADAPTERS
 from para_core.adapters.propose import stack
 from para_core.adapters.propose.conditions import guess_conditions
 from para_core.adapters.propose.larger_call import imagine_larger_calls
-from para_core.adapters.propose.observe import observe
 from para_core.adapters.propose.overrides import with_answers
 from para_core.adapters.propose.proposal import Proposal, source_of
 from para_core.adapters.propose.questions import _ask_about_numbers
 from para_core.adapters.propose.records import ModuleCall, ObservedAttention, ObservedCall, TensorRecord
+from para_core.adapters.propose.region import ObservedRegion
+from para_core.adapters.propose.start import Start
 from para_core.cache.blocks import BlockGroup, CachedBlocks
 from para_core.comparison.cached_call import CachedCallError
 from para_core.comparison.virtual_ranks import first_error, outcomes_on_virtual_ranks, with_same_weights
@@ -47,7 +48,6 @@ IMAGES = image(16, 20), image(16, 32)
 TOKENS = tokens_of(25), tokens_of(37)
 VIT = inputs_of("timm ViT", 0), inputs_of("timm ViT", 1)
 STREAMS = models.stream_inputs(25), models.stream_inputs(37)
-LONGER = {**tokens_of(25), "times": 2}, {**tokens_of(37), "times": 2}
 BLOCKS = [{"input": noise(1, tokens, 24)} for tokens in (25, 37, 31)]
 # The time step is an integer like the label, but it changes from step to step, so it identifies no branch.
 DIT = {**inputs_of("DiT"), "t": torch.tensor([7, 7])}
@@ -68,8 +68,6 @@ EXACT = {
     "nested lists": (models.lists, IMAGES, image(20, 24), {"transformer": {"x": IMAGE}}),
     "torch's encoder": (models.encoder, TOKENS, tokens_of(31), {}),
     "dataclasses": (models.streams, STREAMS, models.stream_inputs(31), {"blocks.0": {"stream.x": IMAGE}}),
-    "modules that the larger call leaves out": (models.shorter, TOKENS, tokens_of(31), {"body": {"x": IMAGE}}),
-    "blocks of an optional argument": (models.longer, LONGER, LONGER[0], {"first.0": {"x": IMAGE}}),
     "rotary module": (models.rotated, TOKENS, tokens_of(31), OF_ROTARY),
     "table of last tokens": (
         models.with_others,
@@ -83,7 +81,7 @@ EXACT = {
         images_of(7),
         {"blocks.*": {"cu_seqlens": CumulativeLengths("image")}, "merger": {"x": Gather(-2, "image")}},
     ),
-    "frames": (OfFrames, (frames_of(5), frames_of(7)), frames_of(5, 2, 5), models.FRAMES.inner),
+    "frames": (OfFrames, (frames_of(5), frames_of(7)), frames_of(5, 2, 5), models.OF_FRAMES),
 }
 # Inputs with fewer frames than ranks, or of which a rank has a single token.
 FEW = {"frames": frames_of(2), "table of last tokens": tokens_of(4)}
@@ -300,7 +298,7 @@ def test_imagined_calls_have_one_more_token_and_numbers_that_grow_are_asked_abou
     assert [question.partition(": ")[0] for question in _ask_about_numbers(observed, first)] == ["blocks.*(first)"]
 
 
-def test_a_write_to_a_view_and_a_block_called_without_its_stream_are_observed():
+def test_writes_to_views_and_blocks_without_their_stream_or_without_a_call_are_observed():
     def forward(self, x):
         x = self.blocks[0](self.inp(x))
         table = torch.zeros_like(x)
@@ -308,8 +306,13 @@ def test_a_write_to_a_view_and_a_block_called_without_its_stream_are_observed():
         return self.blocks[0](table=table)
 
     of_either = models.block(lambda self, x=None, table=None: models.mix(self, x if table is None else table))
-    calls = observe(models.model([of_either], forward), tokens_of(5), "blocks.0", ["x"]).calls
-    assert calls[-1].arguments["table"].derived
+    model = models.model([of_either, models.block()], forward)
+    starts = [Start(block, (5, 7), ("x",), 1) for block in ("blocks.0", "blocks.1")]
+    regions = [ObservedRegion(start, ObservedCall(), ObservedCall(), "image") for start in starts]
+    observed, other = (stack._observe_or_none(model, region, tokens_of(5)) for region in regions)
+    assert observed.calls[-1].arguments["table"].derived and other is None
+    # The larger call may leave out the start.
+    assert replace(regions[0], small=observed).calls() == []
 
 
 # -- No plan.
