@@ -1,9 +1,9 @@
 """Inputs of a call of a transformer, and the sizes of a generation by default. For diffusers 0.42.
 
-Inputs are tensors without data: their shapes and dtypes count, and so do integers among the inputs, such as
-``num_frames``. After a change, run ``python -m benchmarks.planner.counts``, which writes ``counts.json``.
-``tests/planner/test_default_sizes.py`` compares the shape of ``hidden_states`` and the number of steps with
-those of the first call that diffusers' pipelines make; the number of text tokens it does not compare.
+The planner makes them inside ``without_data`` of ``count.py``: shapes and dtypes count, and so do integers among
+the inputs, such as ``num_frames``. After a change, run ``python -m benchmarks.planner.counts``, which writes
+``counts.json``. ``tests/planner/test_default_sizes.py`` compares the shape of ``hidden_states`` and the number of
+steps with those of the first call that diffusers' pipelines make; the number of text tokens it does not compare.
 """
 
 from __future__ import annotations

@@ -21,7 +21,11 @@ Rules = dict[str, dict[str | int, ShardRule]]
 
 @dataclass(frozen=True)
 class Candidate:
-    """A plan that agrees with the observed sizes, and a sentence with the reason for each of its entries."""
+    """A plan that agrees with the observed sizes, and a sentence with the reason for each of its entries.
+
+    A reason begins with the name of its entry, as ``answers`` of ``propose_plan`` have it, and ``": "``.
+    ``search.py`` leaves out by it the reasons of guesses that an answer replaces, or that a variant drops.
+    """
 
     plan: Plan
     reasons: tuple[str, ...]
@@ -47,7 +51,6 @@ def _candidate(region: ObservedRegion, choice: Choice, ending: Ending) -> Candid
     if attention is None:
         return None
     inner, reasons = _inner_rules(region, choice)
-    # A reason begins with the name of what it is for and ": ", by which search.py finds the reasons of answers.
     name = _name_in_plan(region, ending)
     reasons.append(f"{name}: its output is gathered, because it has one entry for each token.")
     inputs, reasons_of_inputs = _joined_inputs(region)

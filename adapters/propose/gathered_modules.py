@@ -16,7 +16,7 @@ from torch import nn
 
 from para_core.adapters.propose.candidates import Candidate
 from para_core.adapters.propose.observe import observe
-from para_core.adapters.propose.records import ModuleCall, OutputTensor, TensorRecord, output_tensors
+from para_core.adapters.propose.records import ModuleCall, TensorRecord, output_tensors
 from para_core.adapters.propose.region import ObservedRegion
 from para_core.instance.private_class import original_class
 from para_core.plans.plan import Gather, Plan, ShardRule, Split
@@ -93,7 +93,8 @@ def _rules(
                 return None
             rules[parameter] = gather
     outputs = [
-        {_output_key(output): output.record for output in output_tensors(call.output)} for call in calls
+        {(output.index, output.path): output.record for output in output_tensors(call.output)}
+        for call in calls
     ]
     for index, path in outputs[0]:
         records = [
@@ -111,11 +112,6 @@ def _rules(
             then_replicated=gather.then_replicated,
         )
     return rules
-
-
-def _output_key(output: OutputTensor) -> tuple[int, str]:
-    """Return what identifies ``output`` in the calls of both examples."""
-    return output.index, output.path
 
 
 def _gather_rule(region: ObservedRegion, plan: Plan, records: Sequence[TensorRecord]) -> Gather | None:

@@ -32,7 +32,7 @@ from para_core.instance.private_class import original_class
 from para_core.plans.module_matching import parameters_of
 from para_core.recorder.events import AttentionStart, Event, FunctionCall, ModuleEnd, ModuleStart
 from para_core.recorder.recorder import Recorder
-from para_core.torch_internals import tree_leaves, tree_map
+from para_core.torch_internals import owner_of, tree_leaves, tree_map
 
 _SOFTMAX = (F.softmax, torch.softmax, Tensor.softmax)
 
@@ -174,10 +174,12 @@ class _CallObserver:
         parameters = parameters_of(module)
         arguments = {**dict(zip(parameters, args, strict=False)), **kwargs}
         flat = by_path(arguments)
-        self.observed.sources = self._sources.arguments_of(flat[stream] for stream in self._streams)
-        for stream in self._streams:
-            if stream in arguments:
-                self._sources.mark(arguments[stream], self._sources.sources_of([arguments[stream]]))
+        # A later call of this block may leave out a stream.
+        streams = {name: flat[name] for name in self._streams if isinstance(flat.get(name), Tensor)}
+        self.observed.sources |= self._sources.arguments_of(streams.values())
+        for name, stream in streams.items():
+            if name in arguments:
+                self._sources.mark(stream, self._sources.sources_of([stream]))
         marked = {name: self._mark_fields(value) for name, value in arguments.items()}
         positional = [marked[name] for name, _ in zip(parameters, args, strict=False)]
         return (*positional, *args[len(positional) :]), {name: marked[name] for name in kwargs}
@@ -256,6 +258,10 @@ class _CallObserver:
         if event.function is Tensor.__setitem__:
             output = event.args[0]  # An assignment to a part of a tensor returns None.
         self._sources.set(output, sources)
+        if any(output is x for x in operands) and _writes(event):
+            # A write to a view is one to its base, of which the model may make other views.
+            base = owner_of(output)
+            self._sources.set(base, sources | self._sources.sources_of([base]))
         if is_derived and not event.name:
             names = [self._input_names[id(x)] for x in operands if id(x) in self._input_names]
             self.observed.joined_inputs.update(names)
@@ -286,3 +292,8 @@ class _CallObserver:
         if x.shape == (2,) and x.dtype in (torch.int32, torch.int64):
             values = tuple(x.tolist())
         return TensorRecord(tuple(x.shape), x.dtype, id(x), self._sources.is_derived(x), values)
+
+
+def _writes(event: FunctionCall) -> bool:
+    """Whether a function that returns one of its operands writes to it, unlike ``contiguous``."""
+    return getattr(event.function, "__name__", "").endswith("_") or "out" in event.kwargs

@@ -6,10 +6,9 @@ tests/adapters/propose/test_attention_rules.py and test_structures.py.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any
 
 from para_core.adapters.propose.records import (
     ModuleCall,
@@ -84,15 +83,17 @@ class ObservedRegion:
         Calls are paired by their order. If the larger call runs other modules, a pair is of different ones: a
         guess from it is wrong, and the check of the plan refutes it.
         """
-        pairs = [*zip(self.small.calls, self.large.calls, strict=False)]
-        began = next(call.began for call, _ in pairs if call.name == self.start.block)
-        return sorted([pair for pair in pairs if pair[0].began >= began], key=lambda pair: pair[0].began)
+        pairs = zip(self.small.calls, self.large.calls, strict=False)
+        return sorted([pair for pair in pairs if pair[0].began >= self.began], key=lambda pair: pair[0].began)
+
+    @property
+    def _first_call(self) -> ModuleCall:
+        return next(call for call in self.small.calls if call.name == self.start.block)
 
     @property
     def began(self) -> int:
         """The time of the start in the smaller call."""
-        first, _ = self.calls()[0]
-        return first.began
+        return self._first_call.began
 
     def attention_pairs(self) -> list[tuple[ObservedAttention, ObservedAttention]]:
         """Return the attention calls of the whole model by their order, as pairs (smaller call, larger call).
@@ -137,11 +138,8 @@ class ObservedRegion:
                 tensors.append(_TokenOutput(output.record, output.index, gather))
         return tensors
 
-    def _first_arguments(self) -> Mapping[str, Any]:
-        return next(call.arguments for call, _ in self.calls() if call.name == self.start.block)
-
     def _first_stream(self) -> TensorRecord:
-        record: TensorRecord = self._first_arguments()[self.start.streams[0]]
+        record: TensorRecord = self._first_call.arguments[self.start.streams[0]]
         return record
 
     def text_parameter(self) -> TextParameter | None:
@@ -155,7 +153,7 @@ class ObservedRegion:
             for attention, larger in self.attention_pairs()
             if attention.name == larger.name and attention.keys - small == larger.keys - large
         }
-        for name, value in self._first_arguments().items():
+        for name, value in self._first_call.arguments.items():
             if not isinstance(value, TensorRecord) or len(value.shape) != 3 or name in self.start.streams:
                 continue
             for dim in (1, 0):

@@ -29,7 +29,7 @@ from para_core.plans.plan import (
 
 @dataclass(frozen=True)
 class RuleGuess:
-    """A guessed rule, and the reason for it as a sentence."""
+    """A guessed rule, and the reason for it, in the form of those of a ``Candidate``."""
 
     rule: ShardRule
     reason: str

@@ -1,4 +1,7 @@
-"""Track from which arguments each tensor of a model call was computed."""
+"""Track from which arguments each tensor of a model call was computed.
+
+Only ``observe.py`` uses it. Tests: tests/adapters/propose/test_structures.py.
+"""
 
 from __future__ import annotations
 

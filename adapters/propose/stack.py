@@ -206,13 +206,16 @@ class _Probe:
 def _observe_or_none(
     module: nn.Module, region: ObservedRegion, inputs: Mapping[str, Any]
 ) -> ObservedCall | None:
-    """Return the record of a call with ``inputs``; None if the model fails."""
+    """Return the record of a call with ``inputs``; None if the model fails, or leaves out the start of ``region``."""
     try:
-        return observe(module, inputs, region.start.block, region.start.streams)
+        observed = observe(module, inputs, region.start.block, region.start.streams)
     # The model may raise anything if an argument that it needs, and so belongs to every call, is missing.
     except Exception as error:
         logger.debug("%s cannot be called with %s alone: %s", type(module).__name__, ", ".join(inputs), error)
         return None
+    if all(call.name != region.start.block for call in observed.calls):
+        return None
+    return observed
 
 
 def _block_order(observed: ObservedCall, blocks: CachedBlocks) -> list[str]:

@@ -10,7 +10,7 @@ processor, is found by :mod:`para_core.modes.handwritten`. Tests: tests/plans/te
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from itertools import chain, repeat
 from typing import Any
 
@@ -24,6 +24,7 @@ from para_core.instance.slots import Slot
 from para_core.modes.handwritten import HandwrittenAttention
 from para_core.modes.interceptor import check_replaced_attention
 from para_core.plans.foreign_code import find_foreign_code, processor_of
+from para_core.plans.interception import Interception
 from para_core.plans.planned_attention import PlannedAttention
 from para_core.torch_internals import FORWARD_HOOKS, FORWARD_PRE_HOOKS
 from para_core.user_warnings import ForeignCodeWarning, ParallelWarning, WarningLog
@@ -44,13 +45,6 @@ def attention_modules(module: nn.Module) -> dict[str, nn.Module]:
         ):
             parts[name] = part
     return parts
-
-
-def _has_hooks_of_diffusers(module: nn.Module) -> bool:
-    """Whether diffusers has registered hooks of its own on ``module``.
-    Dynamo can trace this, but not _is_perturbed.
-    """
-    return getattr(module, _HOOKS_OF_DIFFUSERS, None) is not None
 
 
 def _is_perturbed(module: nn.Module) -> bool:
@@ -119,21 +113,17 @@ class AttentionCheck:
         ranks: Number of ranks that share a sequence. Nothing is checked on one.
         written_for: The class whose code the plan describes; None if somebody wrote the plan for the model at
             hand, with all that is inside it.
-        current: Returns the attention function of the module that is running; None outside of a call.
+        interceptions: That of the model's current call; empty outside of one. It is the list of the region,
+            which fills and empties it.
     """
 
-    def __init__(
-        self,
-        ranks: int,
-        written_for: type | None,
-        current: Callable[[], PlannedAttention | None],
-    ) -> None:
+    def __init__(self, ranks: int, written_for: type | None, interceptions: Sequence[Interception]) -> None:
         self.written_for = written_for
         # How often the model's code has changed. verify=True compares a call again after each change.
         self.version = 0
         self.warnings = WarningLog()
         self._ranks = ranks
-        self._current = current
+        self._interceptions = interceptions
         # Whether the next eager call is checked. A graph must not read it, or it would be a guard.
         self.due = ranks > 1
         self._code: ModelCode | None = None
@@ -206,12 +196,6 @@ class AttentionCheck:
         fill_slots(self._wrapped.values(), Slot.ATTENTION_CHECK, {"__call__": self._run})
         self._code = ModelCode(module)
 
-    def _pass(self, *, has_graphs: bool) -> None:
-        """Note that the checked call passed. The slots stay filled if a graph holds the functions in them."""
-        self.due = False
-        if not (has_graphs or self._is_traced[0]):
-            self.end()
-
     def end(self) -> None:
         """Empty the slots of attention modules."""
         empty_slots(self._wrapped.values(), Slot.ATTENTION_CHECK)
@@ -227,10 +211,9 @@ class AttentionCheck:
         """Run an attention module that the plan does not name, and check it: the function in its slot."""
         if torch.compiler.is_compiling():
             self._is_traced[0] = True
-        attention = self._current()
-        if attention is None:
+        if not self._interceptions:
             return call(module, *args, **kwargs)
-        return self.run(attention, call, module, args, kwargs)
+        return self.run(self._interceptions[-1].current, call, module, args, kwargs)
 
     def run(
         self,
@@ -253,7 +236,7 @@ class AttentionCheck:
             return output
         # In a graph, any hook of diffusers counts as one that perturbs, because Dynamo cannot trace
         # _is_perturbed. So a compiled module that has another hook and calls no SDPA passes unchecked.
-        if torch.compiler.is_compiling() and not _has_hooks_of_diffusers(module):
+        if torch.compiler.is_compiling() and getattr(module, _HOOKS_OF_DIFFUSERS, None) is None:
             # Dynamo shows the message in an exception of its own.
             raise RuntimeError(
                 f"{type(module).__name__} with the processor {type(getattr(module, 'processor', None)).__name__} was "
@@ -305,7 +288,10 @@ class AttentionCheck:
         if places:
             self._warn_of_handwritten(module, places)
         if by_hand is not None:
-            self._pass(has_graphs=has_graphs)
+            self.due = False
+            # The slots stay filled if a graph holds the functions in them.
+            if not (has_graphs or self._is_traced[0]):
+                self.end()
 
     def _warn_of_handwritten(self, module: nn.Module, places: str) -> None:
         """Warn that ``module`` called SDPA, and also normalized scores by hand in ``places``."""

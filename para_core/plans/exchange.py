@@ -306,18 +306,16 @@ class CachesOfCall:
                 shards more than one segment.
         """
         caches = _caches_in([*arguments, output])
-        if not caches:
-            return
         sharded = [segment for segment in segments if not segment.replicated]
-        if not sharded:
+        if not (caches and sharded):
             return
+        if len(sharded) > 1:
+            names = [segment.name for segment in sharded]
+            raise ValueError(
+                f"{type(caches[0]).__name__} was filled in a call that shards several sequences {names}, and which of "
+                "them it holds is not known. Call the model without a cache (use_cache=False)."
+            )
         for cache in caches:
-            if len(sharded) != 1:
-                names = [segment.name for segment in sharded]
-                raise ValueError(
-                    f"{type(cache).__name__} was filled in a call that shards several sequences {names}, and which of "
-                    "them it holds is not known. Call the model without a cache (use_cache=False)."
-                )
             for layer in cache.layers:
                 before = self._layers.get(id(layer), (None, None))
                 # A static layer is written in place, so that its keys say nothing of this call.

@@ -50,19 +50,18 @@ def find_foreign_code(module: nn.Module, written_for: type) -> list[str]:
     covered = _KNOWN_PACKAGES | {written_for.__module__.partition(".")[0]}
     # The first module stands for all that have the same code.
     first: dict[str, nn.Module] = {}
-    # The ids of the classes of the modules, and of their processors, that were looked at already.
+    # The ids of the classes of the modules that have no code of their own, and of their processors.
     seen: set[tuple[int, int]] = set()
     for part in submodules_of(module):
         state = part.__dict__
-        kind = id(type(part)), id(type(state.get("processor")))
-        is_plain = not ("forward" in state or state[FORWARD_PRE_HOOKS] or state[FORWARD_HOOKS])
-        if is_plain and kind in seen and part is not module:
-            continue
-        if is_plain and part is not module:
-            seen.add(kind)
         written_for_part = None
         if part is module:
             written_for_part = written_for
+        elif not ("forward" in state or state[FORWARD_PRE_HOOKS] or state[FORWARD_HOOKS]):
+            kind = id(type(part)), id(type(state.get("processor")))
+            if kind in seen:
+                continue
+            seen.add(kind)
         for phrase in _find_foreign_parts(part, covered, written_for_part):
             first.setdefault(phrase, part)
     if not first:

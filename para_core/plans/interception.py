@@ -56,9 +56,9 @@ class PlannedAttnMode(TorchFunctionMode):
         if not self.planned.active[0]:
             return call_original(func, args, kwargs or {})
         planned = self.planned
-        by_hand = self.by_hand
-        if by_hand is None or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or self.by_hand is None:
             return intercept(self, planned, func, args, kwargs or {})
+        by_hand = self.by_hand
         # Another mode of this plan may be around this one. It must not take our own attention for the
         # model's.
         with by_hand.pause():

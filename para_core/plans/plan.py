@@ -27,6 +27,13 @@ def _require_tuple(field: str, names: object) -> None:
         raise TypeError(f"{field} is {names!r}; expected a tuple of names, such as {field}=('image',).")
 
 
+def _require_kinds(field: str, values: Mapping[Any, Any], kinds: Any, expected: str) -> None:
+    """Raise ``TypeError`` if one of the ``values`` in ``field`` of a plan is of none of these ``kinds``."""
+    for name, value in values.items():
+        if not isinstance(value, kinds):
+            raise TypeError(f"{field}[{name!r}] is {value!r}; expected {expected}.")
+
+
 @dataclass(frozen=True)
 class Split:
     """A rule that shards a tensor, or each tensor of a tuple, list or dict, along ``dim``.
@@ -75,6 +82,7 @@ class Split:
             frame. Only with ``segment``.
 
     Raises:
+        TypeError: ``dim``, or one of ``together``, is no int.
         ValueError: ``segment`` and ``like`` are both given, a field lacks the one that it needs or excludes
             another, ``per`` is less than 1, or ``only`` has another value.
     """
@@ -92,6 +100,9 @@ class Split:
     together: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        # A bool is no dim. No function does this for all rules, because some are made in each call of a model.
+        if not isinstance(self.together, tuple) or {*map(type, (self.dim, *self.together))} != {int}:
+            raise TypeError(f"{self}: expected dim to be an int, and together a tuple of ints.")
         if self.segment is not None and self.like is not None:
             raise ValueError(
                 f"{self}: expected segment, if the tensor holds the tokens, or like, if it accompanies them, but not "
@@ -200,6 +211,7 @@ class Gather:
             tuple.
 
     Raises:
+        TypeError: ``dim`` is no int.
         ValueError: More than one of ``per``, ``after_replicated`` and ``then_replicated`` is given: the
             numbers of tokens and of other entries would be unknown.
     """
@@ -212,6 +224,8 @@ class Gather:
     field: str = ""
 
     def __post_init__(self) -> None:
+        if type(self.dim) is not int:
+            raise TypeError(f"{self}: expected dim to be an int.")
         if sum([self.per != 1, self.after_replicated, self.then_replicated]) > 1:
             raise ValueError(
                 f"{self}: expected at most one of per, after_replicated and then_replicated. Gather the output of a "
@@ -288,6 +302,7 @@ class Attention:
 
     Raises:
         TypeError: ``queries`` or ``keys`` is no tuple.
+        ValueError: ``mask`` has another value.
     """
 
     queries: tuple[str, ...]
@@ -298,6 +313,8 @@ class Attention:
         _require_tuple("queries", self.queries)
         if self.keys is not None:
             _require_tuple("keys", self.keys)
+        if self.mask not in (None, "keys", "pairs"):
+            raise ValueError(f"{self}: expected mask to be 'keys' or 'pairs', or None.")
 
 
 @dataclass(frozen=True)
@@ -454,7 +471,7 @@ class Plan:
             is given, all ranks compute all samples.
 
     Raises:
-        TypeError: ``joint_order`` is no tuple, or a value of ``attention`` is none of its kinds.
+        TypeError: ``joint_order`` is no tuple, or a rule, or a dim of ``batched``, is none of its kinds.
     """
 
     inputs: Mapping[str, ShardRule]
@@ -470,6 +487,12 @@ class Plan:
 
     def __post_init__(self) -> None:
         _require_tuple("joint_order", self.joint_order)
+        _require_kinds("inputs", self.inputs, ShardRule, "a Split or another rule")
+        for name, rules in self.inner.items():
+            _require_kinds(f"inner[{name!r}]", rules, ShardRule, "a Split or another rule")
+        _require_kinds("outputs", self.outputs, Gather | Sequence, "a Gather, or a tuple or list of them")
+        _require_kinds("halos", self.halos, Halo, "a Halo")
+        _require_kinds("batched", self.batched, int | None, "the dim of samples, or None")
         for name, rule in self.attention.items():
             of_calls = isinstance(rule, tuple) and all(isinstance(call, Attention) for call in rule)
             if not (of_calls or isinstance(rule, (OneForEach, LinearAttention, AttentionByHeads))):

@@ -226,7 +226,9 @@ class PlannedAttention:
             return call.on_one_device()
         if call.attn_mask is None or attention.mask is None or not self._has_sharded_keys(attention):
             return over_mesh(call)
-        return self._attend_with_mask(attention, over_mesh, call, call.attn_mask)
+        if attention.mask == "keys":
+            return self._attend_with_key_mask(attention, over_mesh, call, call.attn_mask)
+        return self._attend_with_pair_mask(attention, over_mesh, call, call.attn_mask)
 
     attend = __call__
 
@@ -275,26 +277,32 @@ class PlannedAttention:
         """Raise ``error``. Ranks that run one plan make the same calls, so it is raised on all of them."""
         raise error
 
-    def _attend_with_mask(
+    def _attend_with_key_mask(
         self, attention: Attention, over_mesh: MeshAttention, call: SdpaCall, mask: Tensor
     ) -> Tensor:
-        """Return the output of a call whose mask has the form that the plan names (:attr:`Attention.mask`).
-        Raise ``ValueError`` if it has another.
+        """Return the output of a call whose mask has the form ``"keys"`` of :attr:`Attention.mask`.
+        Raise ``ValueError`` if it has another. Collective.
         """
         query = call.query
         key = call.key
-        if attention.mask == "keys":
-            if guard_or_false(mask.shape[-1] != key.shape[-2]):
-                raise ValueError(
-                    f"attn_mask has {mask.shape[-1]} columns, and Attention(mask='keys') is for those of this rank's "
-                    f"{key.shape[-2]} keys. Expand the mask along the keys, or leave mask='keys' out of the plan."
-                )
-            # Its rows may be this rank's, too, and a MeshAttention takes a mask of which at most one dim is.
-            _, key_layout = planned_layouts(
-                attention, segments_of(self.segments), self.mesh, query.shape[-2], key.shape[-2]
+        if guard_or_false(mask.shape[-1] != key.shape[-2]):
+            raise ValueError(
+                f"attn_mask has {mask.shape[-1]} columns, and Attention(mask='keys') is for those of this rank's "
+                f"{key.shape[-2]} keys. Expand the mask along the keys, or leave mask='keys' out of the plan."
             )
-            whole_mask = gather_tokens(mask, -1, key_layout, self.mesh)
-            return over_mesh(call.with_tensors(query, key, call.value, whole_mask))
+        # Its rows may be this rank's, too, and a MeshAttention takes a mask of which at most one dim is.
+        _, key_layout = planned_layouts(
+            attention, segments_of(self.segments), self.mesh, query.shape[-2], key.shape[-2]
+        )
+        whole_mask = gather_tokens(mask, -1, key_layout, self.mesh)
+        return over_mesh(call.with_tensors(query, key, call.value, whole_mask))
+
+    def _attend_with_pair_mask(
+        self, attention: Attention, over_mesh: MeshAttention, call: SdpaCall, mask: Tensor
+    ) -> Tensor:
+        """Return the output of a call whose mask has the form ``"pairs"`` of :attr:`Attention.mask`.
+        Raise ``ValueError`` if it has another. Collective.
+        """
         if mask.dtype != torch.bool or guard_or_false(mask.shape[-2] != mask.shape[-1]):
             raise ValueError(
                 f"attn_mask is {mask.dtype} of shape {list(mask.shape)}, and Attention(mask='pairs') is for a bool "
@@ -308,7 +316,7 @@ class PlannedAttention:
             with together(self.mesh, "a mask of the plan"):
                 _check_pairs(mask, valid)
             self.prepared.pairs_checked.add(attention)
-        out = over_mesh(call.with_tensors(query, key, call.value, valid[..., None, :]))
+        out = over_mesh(call.with_tensors(call.query, call.key, call.value, valid[..., None, :]))
         # The mask forbids an invalid token, such as padding, to attend to anything, so its output is zero.
         return out.masked_fill(~valid[..., None], 0.0)
 

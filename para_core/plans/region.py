@@ -16,7 +16,7 @@ tests/plans/test_plan.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import InitVar, dataclass, replace
 from functools import cache, partial
@@ -79,7 +79,6 @@ from para_core.torch_internals import (
 )
 from para_core.user_warnings import WarningLog
 
-ArgumentKinds = tuple[Any, ...]
 # The flags among arguments, by their ids: a comparison with == would compare the values of tensors.
 _FLAGS = {id(flag): flag for flag in (True, False)}
 
@@ -123,8 +122,8 @@ class Region:
         # The wrapped submodules by name.
         self.submodules: dict[str, nn.Module] = {}
         self._tree: ModuleTree | None = None
-        # Names of the modules whose attention the plan describes.
-        self._named_attention: set[str] = set()
+        # Those of them whose attention the plan describes.
+        self._attention_modules: dict[str, nn.Module] = {}
         # For each module of an AttentionByHeads, the name of its attribute for the number of heads, and the
         # number on all ranks. During a call the attribute holds this rank's number; in a graph with
         # flex_attention also after the call, because Dynamo 2.13 loses the new value of an attribute that is
@@ -132,17 +131,16 @@ class Region:
         self.heads: dict[nn.Module, tuple[str, int]] = {}
 
         # -- What was seen and said in earlier calls.
-        self.check = AttentionCheck(self.mesh.ranks, self.written_for, self._current_attention)
         self._warnings = WarningLog()
-        # The kinds of arguments with which a call has passed, and whether those of the current call are others.
-        self._kinds: set[ArgumentKinds] = set()
-        self._is_first_of_kind = False
+        # The kinds of arguments with which a call has passed, and those of the current call if they are others.
+        self._kinds: set[tuple[Any, ...]] = set()
+        self._new_kinds: tuple[Any, ...] | None = None
 
         # -- The state of the current call: `interceptions`, `executor.segments` and `sharing_samples`.
         # All three are empty outside of a call. run() owns them: it and what it calls fill them, and it empties
         # them at the end. A recomputation, which a backward runs, appends an interception and sets other
         # segments, and puts the former ones back (recomputation.py). Others only read them: current_call.py,
-        # the cache's block_run.py, stale_keys.py, and SubmoduleCalls, which holds the same list
+        # the cache's block_run.py, stale_keys.py, and SubmoduleCalls and AttentionCheck, which hold the same list
         # `interceptions`. So the two lists are emptied and never replaced. They are lists and dicts, because
         # Dynamo 2.13 loses an attribute that is set before torch.cond (which a cache adds) and again after it.
         #
@@ -154,6 +152,7 @@ class Region:
 
         # Binds a function to a call of this region, for the recomputation of activation checkpointing.
         self.bind: BindRecomputation = partial(bind_to_call, self)
+        self.check = AttentionCheck(self.mesh.ranks, self.written_for, self.interceptions)
         calls = SubmoduleCalls(
             self.mesh, self.executor, self.check, self.interceptions, self.intercept_if_sharded
         )
@@ -186,11 +185,6 @@ class Region:
         These must not change while the plan is applied. Other submodules may be replaced: see :meth:`attach`.
         """
         self.parameters = parameters_of(module)
-        # The position of each refused parameter; None for a name that the model lacks.
-        self._refused_positions = {
-            name: self.parameters.index(name) if name in self.parameters else None
-            for name in self.plan.refused
-        }
         encoders = (nn.TransformerEncoderLayer, nn.TransformerEncoder, nn.MultiheadAttention)
         self.has_encoders = any(map(isinstance, submodules_of(module), repeat(encoders)))
         # Only a mode intercepts attention in fused encoder layers, and in operators that run functions:
@@ -234,28 +228,12 @@ class Region:
         """Verify the arguments, and return the result of ``call``. ``Module.compile`` does not compile this.
         Collective.
         """
-        # While tracing, read none of the attributes below: each would be a guard of the graph.
         call_context: Callable[[], AbstractContextManager[None]] = nullcontext
-        kinds: ArgumentKinds | None = None
+        # While tracing, read none of these attributes: each would be a guard of the graph.
         if not torch.compiler.is_compiling():
-            if self._tree is None or not self._tree.is_unchanged():
-                self.attach(module)
-            # Check arguments before a call that may be compiled: Dynamo buries errors that are raised in a
-            # graph.
-            self._check_arguments(module, args, kwargs)
-            arguments = {**dict(zip(self.parameters, args, strict=False)), **kwargs}
-            kinds = _kinds_of(arguments)
-            self._is_first_of_kind = kinds not in self._kinds
-            if self._is_first_of_kind:
-                self.check.require()
+            self._verify_call(module, args, kwargs)
             if not self.inputs_agreed:
                 call_context = self.call_context
-                if self.agree_on_inputs is not None:
-                    self.agree_on_inputs(
-                        {name: x for name, x in arguments.items() if name not in self._caches_by_heads}
-                    )
-            if self._is_first_of_kind or not self.inputs_agreed:
-                self.check_new_code(module)
         with call_context():
             compiled = self._compiled_before
             if compiled is None or getattr(module, COMPILED_CALL) is not compiled:
@@ -265,10 +243,32 @@ class Region:
                     lambda _, *args, **kwargs: compiled(*args, **kwargs), module, *args, **kwargs
                 )
         # A call that raised is checked again.
-        if kinds is not None and self._is_first_of_kind:
-            self._kinds.add(kinds)
-            self._is_first_of_kind = False
+        if not torch.compiler.is_compiling() and self._new_kinds is not None:
+            self._kinds.add(self._new_kinds)
+            self._new_kinds = None
         return output
+
+    def _verify_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Prepare an eager call: wrap new submodules, refuse arguments, compare them between ranks, and have the
+        model's code checked if it or the kinds of the arguments are new. Collective.
+        """
+        if self._tree is None or not self._tree.is_unchanged():
+            self.attach(module)
+        arguments = {**dict(zip(self.parameters, args, strict=False)), **kwargs}
+        # Before a call that may be compiled, because Dynamo buries errors that are raised in a graph.
+        if self.plan.refused:
+            self._check_arguments(module, arguments)
+        kinds = _kinds_of(arguments)
+        self._new_kinds = None
+        if kinds not in self._kinds:
+            self._new_kinds = kinds
+            self.check.require()
+        if self.agree_on_inputs is not None and not self.inputs_agreed:
+            self.agree_on_inputs(
+                {name: x for name, x in arguments.items() if name not in self._caches_by_heads}
+            )
+        if self._new_kinds is not None or not self.inputs_agreed:
+            self.check_new_code(module)
 
     def run(self, call: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         """Run ``call`` with sharded inputs and intercepted attention, and return its gathered outputs.
@@ -285,12 +285,12 @@ class Region:
                 f"this {type(module).__name__} is already running, in another thread or around this call, on the same "
                 "ranks: their collectives would mix. Use one thread, or a copy of the model with its own mesh."
             )
-        if torch.compiler.is_compiling():
-            self._check_arguments(module, args, kwargs)
+        if torch.compiler.is_compiling() and self.plan.refused:
+            self._check_arguments(module, {**dict(zip(self.parameters, args, strict=False)), **kwargs})
         if self._mixes_over_ranks:
             check_exchanges(module)
         planned = PlannedAttention(self._prepared, self._joint_attention, self.bind)
-        if not torch.compiler.is_compiling() and self._is_first_of_kind and self.is_parallel:
+        if not torch.compiler.is_compiling() and self.is_parallel and self._new_kinds is not None:
             planned.compared = set()
         # Test is_compiling() first: every attribute that is read while tracing becomes a guard of the graph.
         by_hand = None
@@ -364,18 +364,11 @@ class Region:
             has_graphs = self._tree is not None and self._tree.has_compiled_parts()
             self.check.conclude(module, planned, by_hand, has_graphs=has_graphs)
 
-    def _current_attention(self) -> PlannedAttention | None:
-        interception = self.interception
-        if interception is None:
-            return None
-        return interception.current
-
     def check_new_code(self, module: nn.Module) -> None:
         """Check attention in the next eager call if code inside the model has changed, and warn of code that
         sees this rank's tokens only: :meth:`AttentionCheck.begin`.
         """
-        planned = {name: part for name, part in self.submodules.items() if name in self._named_attention}
-        self.check.begin(module, planned)
+        self.check.begin(module, self._attention_modules)
 
     def may_use_dispatcher(self, module: nn.Module) -> bool:
         """Whether the next call of ``module`` can be intercepted at the dispatcher, which is cheaper than a mode."""
@@ -395,12 +388,10 @@ class Region:
             return False
         return dispatcher_is_available()
 
-    def _check_arguments(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _check_arguments(self, module: nn.Module, arguments: Mapping[str, Any]) -> None:
         """Raise ``ValueError`` if one of the parameters in ``Plan.refused`` is given and not None."""
         for name, reason in self.plan.refused.items():
-            index = self._refused_positions[name]
-            by_position = index is not None and index < len(args) and args[index] is not None
-            if by_position or kwargs.get(name) is not None:
+            if arguments.get(name) is not None:
                 raise ValueError(
                     f"{type(module).__name__} was given {name}, which cannot be computed on several ranks: {reason}. "
                     "Leave it out, or undo it: unparallelize_pipe(pipe), unparallelize_transformer(transformer)."
@@ -445,7 +436,9 @@ class Region:
                 # The hook runs around __call__, so that it stays outside of the graph of a compiled
                 # submodule.
                 fill_slot(submodule, Slot.PLAN, {"__call__": hook})
-            self._named_attention = {name for name, (_, rules) in matches.items() if rules.attention}
+            self._attention_modules = {
+                name: part for name, (part, rules) in matches.items() if rules.attention
+            }
         if self._tree is not None:
             self.check.reset()
         self._tree = ModuleTree(module)
@@ -475,11 +468,12 @@ class Region:
 PLANNED_CALLS.add(Region.run.__code__)
 
 
-def _kinds_of(arguments: dict[str, Any]) -> ArgumentKinds:
+def _kinds_of(arguments: dict[str, Any]) -> tuple[Any, ...]:
     """Return the names and types of ``arguments``, and the values of flags among them.
 
     Which code a model runs may depend on them: attention by hand if it has to return weights, attention to other
-    tokens if there is no text. Each step comes here, so the work is that of functions in C.
+    tokens if there is no text. Code that a size or a number switches on is not noticed: ``verify=True`` compares each
+    size. Each step comes here, so the work is that of functions in C.
     """
     names = sorted(arguments)
     values = [*map(arguments.get, names)]

@@ -146,19 +146,7 @@ class SplitRules(SegmentsOfCall):
             start, stop = self._range_on_rank(split.only, value.shape[split.dim], segment)
             return value.narrow(split.dim, start, stop - start)
         if split.then_replicated or split.after_replicated:
-            segment = self.segment(split.segment or split.like or "")
-            total = segment.total
-            if value.shape[split.dim] < total:
-                raise ValueError(
-                    f"{name} has {value.shape[split.dim]} entries along dim {split.dim}; expected at least {total}, "
-                    f"one for each {segment.name} token, and others."
-                )
-            if split.after_replicated:
-                layout = self._layout_with_prefix(value, split.dim, segment, total)
-                return shard_tokens(value, split.dim, layout, self.mesh)
-            tokens, rest = value.split([total, value.shape[split.dim] - total], dim=split.dim)
-            part = self.split(tokens, replace(split, then_replicated=False), name)
-            return torch.cat([part, rest], dim=split.dim)
+            return self._split_tokens_and_others(value, split, name)
         if split.together:
             segment = self._segment_of_groups(value, split)
             self._note(segment, split.dim, name)
@@ -166,6 +154,23 @@ class SplitRules(SegmentsOfCall):
                 return value
             return self._shard_known(value, split.dim, segment)
         return self._split_tokens(value, split, name)
+
+    def _split_tokens_and_others(self, value: Tensor, split: Split, name: str) -> Tensor:
+        """Split the tokens of a dim that also has other entries, before or after them, which are replicated."""
+        segment = self.segment(split.segment or split.like or "")
+        total = segment.total
+        if value.shape[split.dim] < total:
+            raise ValueError(
+                f"{name} has {value.shape[split.dim]} entries along dim {split.dim}; expected at least {total}, "
+                f"one for each {segment.name} token, and others."
+            )
+        if split.after_replicated:
+            layout = self._layout_with_prefix(value, split.dim, segment, total)
+            return shard_tokens(value, split.dim, layout, self.mesh)
+        tokens, rest = value.split([total, value.shape[split.dim] - total], dim=split.dim)
+        # per was applied before, and all else that a rule may say excludes then_replicated.
+        part = self._split_tokens(tokens, replace(split, then_replicated=False), name)
+        return torch.cat([part, rest], dim=split.dim)
 
     def _split_entries_of_tokens(self, value: Tensor, split: Split, name: str) -> Tensor:
         """Split a dim that has ``split.per`` entries for each entry of the segment."""

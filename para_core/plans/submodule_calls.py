@@ -142,7 +142,9 @@ class SubmoduleCalls:
         return attend
 
     def _hook_of_sums(self, attention: LinearAttention) -> Wrapper:
-        """Return the function that runs around a module of linear attention."""
+        """Return the function that runs around a module of linear attention, whose sums over tokens are added up
+        over all ranks if the tokens are sharded.
+        """
 
         def attend(call: Wrapper, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
             if not self.interceptions:
@@ -150,7 +152,14 @@ class SubmoduleCalls:
             interception = self.interceptions[-1]
             if not torch.compiler.is_compiling() and top_saved_tensors_hooks(True) is not None:
                 interception.planned.bind_checkpoint()
-            return self._sum_over_ranks(attention, interception, call, module, args, kwargs)
+            if not self._is_sharded(attention.segment):
+                return call(module, *args, **kwargs)
+            sums = SumsOverRanks(attention, self.mesh)
+            with sums:
+                output = call(module, *args, **kwargs)
+            sums.check_summed()
+            interception.planned.intercepted[0] = True
+            return output
 
         return attend
 
@@ -217,27 +226,6 @@ class SubmoduleCalls:
             return output
 
         return run_by_rules
-
-    def _sum_over_ranks(
-        self,
-        attention: LinearAttention,
-        interception: Interception,
-        call: Wrapper,
-        module: nn.Module,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
-        """Run a module of linear attention, whose sums over tokens are added up over all ranks if these are
-        sharded. Collective.
-        """
-        if not self._is_sharded(attention.segment):
-            return call(module, *args, **kwargs)
-        sums = SumsOverRanks(attention, self.mesh)
-        with sums:
-            output = call(module, *args, **kwargs)
-        sums.check_summed()
-        interception.planned.intercepted[0] = True
-        return output
 
     def _run_with_heads(
         self,

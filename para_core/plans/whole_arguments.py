@@ -43,7 +43,8 @@ def explain_whole_tensor(
     if not totals:
         return
     arguments = {**dict(zip(parameters, args, strict=False)), **kwargs}
-    for name, x in _tensors_in_dicts(arguments):
+    dicts = {name: value for name, value in arguments.items() if isinstance(value, Mapping)}
+    for name, x in [found for of_dict in dicts.items() for found in _tensors_in(*of_dict)]:
         for size in x.shape:
             if size in totals:
                 segment = totals[size]
@@ -65,16 +66,8 @@ def explain_whole_tensor(
             )
 
 
-def _tensors_in_dicts(arguments: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors inside the dicts among ``arguments``, each with an expression for it, such as ``a['b'][0]``."""
-    for name, value in arguments.items():
-        if isinstance(value, Mapping):
-            for key, entry in value.items():
-                yield from _tensors_in(f"{name}[{key!r}]", entry)
-
-
 def _tensors_in(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors in nested dicts, lists and tuples, each with its expression, which begins with ``name``."""
+    """Yield the tensors in nested dicts, lists and tuples, each with its expression, such as ``name['b'][0]``."""
     if isinstance(value, Tensor):
         yield name, value
     elif isinstance(value, Mapping):

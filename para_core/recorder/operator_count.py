@@ -1,6 +1,6 @@
 """Count launches, matrix products, bytes and memory from the operators of a recorded call.
 
-The planner (``adapters/planner/count.py``) counts a call without data by this, under ``torch.no_grad``. In
+The planner counts a call by this, inside ``without_data`` of ``adapters/planner/count.py`` (``torch.no_grad``). In
 ``torch.inference_mode`` torch passes composite operators whole to a dispatch mode: a linear layer then is no
 matrix product, and ``to``, which may return its argument, no launch. What a real run sends and launches is
 counted by :mod:`.run_counter`, for which the same holds. Tests: tests/recorder/test_recorder.py.

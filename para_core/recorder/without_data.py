@@ -1,4 +1,9 @@
-"""A stand-in for attention on meta and fake tensors: an output with the right shape, dtype and strides."""
+"""A stand-in for attention on meta and fake tensors: an output with the right shape, dtype and strides.
+
+``adapters/planner/count.py`` and ``benchmarks/pipelines/observe.py`` give it to their recorders, and
+``adapters/cfg/output_form.py`` computes a model on the meta device inside :func:`attention_without_data`. Tests:
+tests/recorder/test_recorder.py.
+"""
 
 from __future__ import annotations
 

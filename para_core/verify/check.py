@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -161,20 +161,26 @@ class _NotComparableError(Exception):
     """Error for outputs of ranks that cannot be compared with the output of the unmodified model."""
 
 
-class _NoReferenceError(Exception):
-    """Error for a length at which there is no output of the unmodified model to compare with."""
+class _Reference(NamedTuple):
+    """A call of the unmodified model: its inputs and its output tensors."""
+
+    inputs: ModelInputs
+    outputs: list[Tensor]
 
 
 class _Checker:
-    """The state of one :func:`check_parallel` call: the unmodified model's outputs by length, and notes."""
+    """The state of one :func:`check_parallel` call: the calls of the unmodified model by length, and notes.
+    Raise the error of the unmodified model, if it fails.
+    """
 
     def __init__(self, module: nn.Module, inputs: ModelInputs, run: ParallelRun, tolerance: float) -> None:
         self._module, self._inputs, self._run, self._tolerance = module, inputs, run, tolerance
-        # The inputs and the output tensors of the unmodified model, by the length to which inputs were
-        # shortened (None for all tokens), or the error for a length that has none. A length is shorter than
-        # all tokens, so a case with all tokens is not found by its length.
-        self._references: dict[int | None, tuple[ModelInputs, list[Tensor]]] = {}
-        self._missing: dict[int | None, _NoReferenceError] = {}
+        outcome = run_on_one_rank(module, inputs)
+        if outcome.error is not None:
+            raise outcome.error
+        self._whole = _Reference(inputs, results_in(outcome.output))
+        # The shorter calls of the unmodified model, by their number of tokens; None if it fails.
+        self._shorter: dict[int, _Reference | None] = {}
         self._notes: list[str] = []
         # The token dim of each sharded tensor, by its index in inputs.leaves(), and the number of tokens. If
         # forward= or a plan shards tensors inside the model, these are known only after the first run.
@@ -200,26 +206,25 @@ class _Checker:
         return replace(check, first_difference=self._find_first_difference(wrong))
 
     def _check_all_tokens(self, method: AttentionDim, ranks: int) -> CheckedCase:
-        inputs, expected = self._reference(None)
-        results = run_parallel(self._module, inputs, self._run, method, ranks)
+        results = run_parallel(self._module, self._inputs, self._run, method, ranks)
         self._learn_what_is_sharded(results[0])
-        return self._make_case(method, ranks, self._total, results, expected)
+        return self._make_case(method, ranks, self._total, results, self._whole.outputs)
 
     def _check_fewer_tokens(self, method: AttentionDim, ranks: int) -> list[CheckedCase]:
         """Return the case with fewer tokens, in a list; an empty list if there is none."""
         length = self._shorter_length(ranks)
-        if length is None:
+        if self._total is None or length is None:
             return []
-        try:
-            inputs, expected = self._reference(length)
-        except _NoReferenceError as error:
-            self._notes.append(str(error))
+        if length not in self._shorter:
+            self._shorter[length] = self._call_with_fewer_tokens(self._total, length)
+        reference = self._shorter[length]
+        if reference is None:
             return []
-        results = run_parallel(self._module, inputs, self._run, method, ranks)
+        results = run_parallel(self._module, reference.inputs, self._run, method, ranks)
         hint = ""
         if self._run.forward is not None:
             hint = f" (inputs were shortened to {length} tokens; forward= must take everything from its arguments)"
-        return [self._make_case(method, ranks, length, results, expected, hint=hint)]
+        return [self._make_case(method, ranks, length, results, reference.outputs, hint=hint)]
 
     def _learn_what_is_sharded(self, result: RankRun) -> None:
         """Remember the number of tokens that the first run has sharded, and their inputs, so that later runs
@@ -281,52 +286,29 @@ class _Checker:
             return None
         return shorter
 
-    def _reference(self, length: int | None) -> tuple[ModelInputs, list[Tensor]]:
-        """Return the inputs cut to their first ``length`` tokens (None for all), and the output tensors of
-        the unmodified model for these inputs.
-
-        Raises:
-            Exception: The error of the unmodified model, for all tokens.
-            _NoReferenceError: The unmodified model fails on the shorter inputs.
-        """
-        if length in self._missing:
-            raise self._missing[length]
-        if length not in self._references:
-            self._references[length] = self._call_unmodified(length)
-        return self._references[length]
-
-    def _call_unmodified(self, length: int | None) -> tuple[ModelInputs, list[Tensor]]:
-        """Return what :meth:`_reference` returns, by a call of the unmodified model. Raise as it does."""
-        if length is None or self._total is None:
-            outcome = run_on_one_rank(self._module, self._inputs)
-            if outcome.error is not None:
-                raise outcome.error
-            return self._inputs, results_in(outcome.output)
+    def _call_with_fewer_tokens(self, total: int, length: int) -> _Reference | None:
+        """Call the unmodified model with the first ``length`` of ``total`` tokens. None, with a note, if it fails."""
         errors = []
         for only_tokens in (True, False):
-            inputs = self._inputs.shorten(self._dims, self._total, length, only_tokens=only_tokens)
+            inputs = self._inputs.shorten(self._dims, total, length, only_tokens=only_tokens)
             outcome = run_on_one_rank(self._module, inputs)
             if outcome.error is None:
-                return inputs, results_in(outcome.output)
+                return _Reference(inputs, results_in(outcome.output))
             errors.append(outcome.error)
-        self._missing[length] = _NoReferenceError(
-            f"{length} tokens were not checked: the model alone fails: {errors[0]}"
-        )
-        raise self._missing[length]
+        self._notes.append(f"{length} tokens were not checked: the model alone fails: {errors[0]}")
+        return None
 
     def _find_first_difference(self, case: CheckedCase) -> Difference:
         """Return the first module that differs in ``case``, which has been run and was not exact."""
-        length = case.tokens
-        if length not in self._references:
-            length = None  # The case has all tokens.
-        inputs, expected = self._references[length]
+        # A case with all tokens is not among the shorter ones; its number is None if nothing was sharded.
+        reference = self._shorter.get(case.tokens or 0) or self._whole
         return find_first_difference(
             self._module,
-            inputs,
+            reference.inputs,
             self._run,
             case.method,
             case.ranks,
-            expected,
+            reference.outputs,
             tolerance=self._tolerance,
             failure=case.failure,
         )

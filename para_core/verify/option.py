@@ -1,5 +1,7 @@
 """The option ``verify=True``: what does not go with it, and its check.
-Imports no torch before a check is made.
+
+Imports no torch before a check is made. Tests: tests/verify/test_verification.py, and
+tests/fleet/test_recipe.py for what it refuses.
 """
 
 from __future__ import annotations

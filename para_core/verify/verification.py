@@ -201,12 +201,9 @@ def _tolerance_for(module: nn.Module, outputs: Sequence[Tensor]) -> float:
     return max(map(tolerance_of, dtypes))
 
 
-def _call_unmodified(module: nn.Module, inputs: ModelInputs, record: CallRecord | None = None) -> Any:
+def _call_unmodified(module: nn.Module, inputs: ModelInputs) -> Any:
     """Return the output of ``module`` for a copy of ``inputs``, without plan, cache and compilation."""
-    with ExitStack() as stack:
-        if record is not None:
-            stack.enter_context(record_call(module, record))
-        return _call_with_slots(module, inputs, _SLOTS_OF_WEIGHTS)
+    return _call_with_slots(module, inputs, _SLOTS_OF_WEIGHTS)
 
 
 def _record_parallel(module: nn.Module, inputs: ModelInputs) -> tuple[CallRecord, list[Segment]]:
@@ -255,7 +252,8 @@ def _first_difference_on_mesh(
     A collective call.
     """
     alone = CallRecord()
-    _call_unmodified(module, inputs, alone)
+    with record_call(module, alone):
+        _call_unmodified(module, inputs)
     parallel, segments = _record_parallel(module, inputs)
     records = exchange(parallel.to_cpu(), mesh)
     return compare_records(module, alone.to_cpu(), records, segments, tolerance=tolerance)

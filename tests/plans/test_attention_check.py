@@ -73,7 +73,7 @@ def test_code_that_changes_is_checked_again(rank_pool, job):
 
 
 def test_attention_module_that_was_replaced_can_be_copied():
-    model, check = flux_transformer(), AttentionCheck(2, None, lambda: None)
+    model, check = flux_transformer(), AttentionCheck(2, None, [])
     check.begin(model, {})
     block = model.transformer_blocks[0]
     replaced, block.attn = block.attn, flux_transformer().transformer_blocks[0].attn

@@ -1,6 +1,5 @@
 """A user's own code inside a planned model is named once, and only if it sees the tokens of one rank."""
 
-import copy
 import functools
 import warnings
 
@@ -79,7 +78,6 @@ CHANGES = {
     ),
     "hook of torch": (with_hook(torch.compiler.is_compiling), []),
     "lora": (lambda model: model.add_adapter(LoraConfig(r=2, target_modules=["to_q"])), []),
-    "copy": (copy.deepcopy, []),
 }
 
 
@@ -89,9 +87,7 @@ def test_each_kind_of_code_is_named_by_its_place(name):
     model = flux_transformer()
     change(model)
     phrases = find_foreign_code(model, FluxTransformer2DModel)
-    assert len(phrases) == len(expected)
-    for phrase, part in zip(phrases, expected, strict=True):
-        assert part in phrase
+    assert all(part in phrase for phrase, part in zip(phrases, expected, strict=True))
 
 
 def test_package_and_class_of_the_plan_are_known():

@@ -177,6 +177,8 @@ WRONG_FIELDS += [{"like": "a", "runs": True, "per": None}, {"segment": "a", "tog
 # For tensors that accompany 7 tokens: the number of entries, the fields of the rule, and the words of the message.
 MISFITS = [(3, {}, "3 tokens .* 7,"), (7, {"dim": 1}, "dim 1"), (8, {"only": "last"}, "7"), (3, {"per": 2}, "of 2")]
 MISFITS += [(8, {"per": None}, "of 7"), (8, {"runs": True}, "of 7"), (6, {"then_replicated": True}, "7")]
+NO_RULES = [{"inputs": {"x": 1}}, {"inner": {"0": {"x": 1}}}, {"outputs": {"x": LIKE}}, {"batched": {"x": "0"}}]
+NO_RULES += [{"halos": {"x": LIKE}}, {"attention": {"x": TO_ITSELF[0]}}, {"attention": {"x": ("tokens",)}}]
 OF_TWO, OF_THREE, WHOLE = Entries((None, LIKE)), Entries((None, LIKE, LIKE)), Replicate(0, "video", together=(1,))
 SPLIT_INSIDE = {f"0.{name}": {"input": Split(1, "tokens")} for name in "qkv"}
 SUMS = r"scaled_dot_product_attention .*LinearAttention\("
@@ -208,7 +210,9 @@ REFUSED = [
     (Gather, (1, "a", None, True), ValueError, r"^Gather\(dim=1, "),
     (Entries, ((None, Split(1, "a")),), ValueError, "expected like='a'"),
     *[(kind, ("abc", "abc", "abc"), TypeError, "'abc'.* tuple") for kind in (Attention, AttentionByHeads, Plan)],
-    *[(Plan, ({}, {}, (), {}, {"x": to}), TypeError, r"\['x'\] is ") for to in (TO_ITSELF[0], ("tokens",))],
+    *[(lambda fields=fields: replace(HEADS, **fields), (), TypeError, r"\['x'\] is ") for fields in NO_RULES],
+    *[(kind, (dim, "a"), TypeError, f"dim={dim!r}.* int") for kind in (Split, Gather) for dim in ("1", True, 1.0)],
+    (Attention, (("a",), None, "key"), ValueError, "'key'.* 'pairs'"),
     (by_rows, (lambda x: F.scaled_dot_product_attention(x, x, x),), RuntimeError, SUMS),
     (by_rows, (lambda x: torch.ops.aten.scaled_dot_product_attention(x, x, x),), RuntimeError, SUMS),
     (by_rows, (lambda x: x,), RuntimeError, r"\[\('sum', 0\), \('matmul', 1\)\]"),

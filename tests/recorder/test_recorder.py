@@ -7,9 +7,11 @@ from torch import nn
 from torch.nn.attention.flex_attention import flex_attention
 from torch.overrides import TorchFunctionMode
 
+from para_core.attention.sdpa_call import SdpaCall
 from para_core.recorder.events import AttentionEnd, AttentionStart, FunctionCall, ModuleEnd, ModuleStart, OperatorCall
 from para_core.recorder.operator_count import OperatorCount
 from para_core.recorder.recorder import Recorder
+from para_core.recorder.without_data import attend_without_data
 from para_core.torch_internals import function_mode_stack
 from tests.modes import fake_flash_attn as flash
 
@@ -29,11 +31,6 @@ class Model(nn.Module):
 
     def forward(self, x):
         return self.proj(self.attn(x, x, x))
-
-
-class Fails(nn.Module):
-    def forward(self, x):
-        raise ValueError("no")
 
 
 def recorded(model, call):
@@ -63,9 +60,9 @@ def test_events_come_in_order_of_time():
 
 
 def test_a_failed_module_does_not_end_and_leaves_nothing():
-    model, events, x = nn.ModuleList([nn.Sequential(Model(), Fails()), Attention()]), [], torch.randn(B, H, S, D)
+    model, events, x = nn.ModuleList([nn.Sequential(Model(), nn.Fold(1, 1)), Attention()]), [], torch.randn(B, H, S, D)
     with Recorder(events.append).watch(model):
-        with pytest.raises(ValueError, match="no"):
+        with pytest.raises(RuntimeError, match="2D"):
             model[0](x)
         # Events go on after an error that the model catches.
         model[1](x, x, x)
@@ -98,6 +95,12 @@ def test_each_form_of_attention_is_seen_and_computed(call, function):
     assert (start.call.query.shape[-2], start.call.key.shape[-2], end.output.shape[-2]) == (S, 3, S)
     with torch.no_grad():
         torch.testing.assert_close(output, call(q, k))
+
+
+def test_only_tensors_without_data_get_attention_without_data():
+    q, k = torch.randn(B, H, S, D), torch.randn(1, H, 3, D)
+    assert torch.equal(attend_without_data(SdpaCall(q, k, k)), F.scaled_dot_product_attention(q, k, k))
+    assert attend_without_data(SdpaCall(*(x.to("meta") for x in (q, k, k[..., :2])))).shape == (B, H, S, 2)
 
 
 class Doubled(TorchFunctionMode):

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from para_core.plans.plan import Gather, Plan, Split
+from para_core.plans.plan import Split
 from zoo.tiny.base import noise
 
 
@@ -102,11 +102,7 @@ def mix(self, x, turn=lambda t: t, attention=F.scaled_dot_product_attention, **o
     return x + self.out(attention(turn(q), turn(k), v, **options).transpose(1, 2).flatten(2))
 
 
-def mix_tokens(self, x):
-    return mix(self, x)
-
-
-def block(forward=mix_tokens, **parts):
+def block(forward=mix, **parts):
     return module("Block", forward, qkv=nn.Linear(24, 72), out=nn.Linear(24, 24), **parts)
 
 
@@ -185,13 +181,10 @@ def causal_mask(text, video):
 
 
 def causal_video():
-    """Return blocks of flex attention over text and video, with a mask that the model makes or receives."""
+    """Return blocks of flex attention over text and video."""
 
-    def forward(self, video, text=None, mask=None):
-        x, length = self.inp(video), 0 if text is None else text.shape[1]
-        mask = mask or causal_mask(length, video.shape[1])
-        x = x if text is None else torch.cat([text, x], dim=1)
-        return self.final(run_blocks(self, x, mask)[:, length:])
+    def forward(self, video, text, mask):
+        return self.final(run_blocks(self, torch.cat([text, self.inp(video)], dim=1), mask)[:, text.shape[1] :])
 
     def of_mask(self, x, mask):
         return mix(self, x, attention=flex_attention, block_mask=mask)
@@ -200,8 +193,7 @@ def causal_video():
 
 
 def causal_inputs(tokens, text):
-    video = noise(1, tokens, 6)
-    return {"video": video, "text": noise(1, text, 24), "mask": causal_mask(text, tokens)} if text else {"video": video}
+    return {"video": noise(1, tokens, 6), "text": noise(1, text, 24), "mask": causal_mask(text, tokens)}
 
 
 @dataclass(frozen=True)
@@ -310,15 +302,11 @@ def frames_of(frames, height=3, width=4):
     return {"video": noise(2, 6, frames, height, width), "time": noise(2, frames, 24)}
 
 
-FRAMES = Plan(
-    inputs={},
-    inner={
-        "blocks.0": {"x": Split(1, segment="video", together=(2, 3))},
-        "blocks.*": {"time": Split(1, like="video"), "angles": Split(0, like="video")},
-    },
-    outputs={"final": Gather(1, "video")},
-    joint_order=("video",),
-)
+# The rules of its blocks.
+OF_FRAMES = {
+    "blocks.0": {"x": Split(1, segment="video", together=(2, 3))},
+    "blocks.*": {"time": Split(1, like="video"), "angles": Split(0, like="video")},
+}
 
 
 def tower():

@@ -18,6 +18,8 @@ from para_core.adapters.propose.overrides import with_answers
 from para_core.adapters.propose.proposal import Proposal, source_of
 from para_core.adapters.propose.questions import _ask_about_numbers
 from para_core.adapters.propose.records import ModuleCall, ObservedAttention, ObservedCall, TensorRecord
+from para_core.adapters.propose.region import ObservedRegion
+from para_core.adapters.propose.start import Start
 from para_core.cache.blocks import BlockGroup, CachedBlocks
 from para_core.comparison.cached_call import CachedCallError
 from para_core.comparison.virtual_ranks import first_error, outcomes_on_virtual_ranks, with_same_weights
@@ -79,7 +81,7 @@ EXACT = {
         images_of(7),
         {"blocks.*": {"cu_seqlens": CumulativeLengths("image")}, "merger": {"x": Gather(-2, "image")}},
     ),
-    "frames": (OfFrames, (frames_of(5), frames_of(7)), frames_of(5, 2, 5), models.FRAMES.inner),
+    "frames": (OfFrames, (frames_of(5), frames_of(7)), frames_of(5, 2, 5), models.OF_FRAMES),
 }
 # Inputs with fewer frames than ranks, or of which a rank has a single token.
 FEW = {"frames": frames_of(2), "table of last tokens": tokens_of(4)}
@@ -294,6 +296,23 @@ def test_imagined_calls_have_one_more_token_and_numbers_that_grow_are_asked_abou
         assert {name: records[name].shape for name in sizes} == expected
         assert records["cu_seqlens"].values == (0, 65)
     assert [question.partition(": ")[0] for question in _ask_about_numbers(observed, first)] == ["blocks.*(first)"]
+
+
+def test_writes_to_views_and_blocks_without_their_stream_or_without_a_call_are_observed():
+    def forward(self, x):
+        x = self.blocks[0](self.inp(x))
+        table = torch.zeros_like(x)
+        table[:, 1:].copy_(x[:, 1:])
+        return self.blocks[0](table=table)
+
+    of_either = models.block(lambda self, x=None, table=None: models.mix(self, x if table is None else table))
+    model = models.model([of_either, models.block()], forward)
+    starts = [Start(block, (5, 7), ("x",), 1) for block in ("blocks.0", "blocks.1")]
+    regions = [ObservedRegion(start, ObservedCall(), ObservedCall(), "image") for start in starts]
+    observed, other = (stack._observe_or_none(model, region, tokens_of(5)) for region in regions)
+    assert observed.calls[-1].arguments["table"].derived and other is None
+    # The larger call may leave out the start.
+    assert replace(regions[0], small=observed).calls() == []
 
 
 # -- No plan.
