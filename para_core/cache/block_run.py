@@ -132,8 +132,8 @@ def left_out(module: nn.Module) -> RuntimeError:
 
 
 def _marks_of(tensors: Streams) -> list[int | Tensor]:
-    """Return of each tensor what shows later whether it was written to: how often it was, or a copy in inference
-    mode, which does not count it.
+    """Return, for each tensor, what later shows whether it was written to: its version counter or, in inference
+    mode, which has none, a copy.
     """
     return [x.clone() if x.is_inference() else version_of(x) for x in tensors if x is not None]
 
