@@ -80,12 +80,12 @@ def run_or_skip_block(
     if cache.entries is None:
         raise left_out(cache.module)
     if role.enters:
-        entries = streams.tensors
+        inputs = streams.tensors
         if torch.compiler.is_compiling():
-            entries = _copy_floats(entries)
+            inputs = _copy_floats(inputs)
         elif cache.skip is None:
-            residuals.marks = _marks_of(entries)
-        cache.entries[role.group] = entries
+            residuals.marks = _marks_of(inputs)
+        cache.entries[role.group] = inputs
     entries = cache.entries[role.group]
     if entries is None:
         raise left_out(cache.module)
