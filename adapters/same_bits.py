@@ -6,6 +6,9 @@ what goes with which option. Tests: tests/same_bits/test_pipelines.py.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
 from torch import nn
 
 from para_core.adapters.registry import plan_for
@@ -36,6 +39,12 @@ class SameBitsChange(FeatureChange):
         """Empty the slots of the transformers."""
         for calls in self._calls:
             calls.remove()
+
+    def generation(self, pipe: Any, kwargs: dict[str, Any]) -> AbstractContextManager[dict[str, Any]]:
+        """Let all ranks check again what has changed on one of them. Collective."""
+        for calls in self._calls:
+            calls.begin_generation()
+        return nullcontext(kwargs)
 
 
 def same_bits(request: ChangeRequest) -> list[SameBitsChange]:

@@ -46,10 +46,6 @@ class _ThreadState(threading.local):
     branch: str | None = None
 
 
-def _no_context(module: nn.Module | None, name: str) -> AbstractContextManager[None]:
-    return nullcontext()
-
-
 class BlockHookHost:
     """The hooks on one model and its blocks, in their slots ``CACHED_BLOCK``, and the caches that use them.
 
@@ -102,7 +98,7 @@ class BlockHookHost:
 
     def in_branch(self, name: str) -> AbstractContextManager[None]:
         """Return a context that names the CFG branch of the model calls of this thread."""
-        return self._run_named(_no_context, None, name)
+        return self._run_named(lambda *_: nullcontext(), None, name)
 
     def install(self, module: nn.Module, roles: Roles) -> None:
         """Put hooks on the blocks in ``roles``, in place of earlier ones, and on ``module``."""

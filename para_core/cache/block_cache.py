@@ -34,6 +34,7 @@ from para_core.cache.attachment import (
     detach,
 )
 from para_core.cache.block_roles import roles_of, submodules_on_path
+from para_core.cache.block_run import left_out
 from para_core.cache.blocks import CachedBlocks
 from para_core.cache.branch_search import MOST_BRANCHES, Agree
 from para_core.cache.branches import Branches, conditions_of
@@ -127,6 +128,9 @@ class BlockCache:
         self.step = Step()
         self.outcome = DecisionOutcome(None, Verdict.WARMUP, 0, 1)
         self._device = torch.device("cpu")
+        # The inputs of each group in the current call; None until the step is decided. It is a list whose items
+        # are set, because Dynamo 2.13 loses the new value of an attribute that is set after torch.cond.
+        self.entries: list[Streams | None] | None = None
         # The traced form reads the module, blocks, options, threshold, roles and step, so it comes after
         # these. _forget_states resets it, so it comes before that.
         self.traced = traced_form(self)
@@ -208,7 +212,8 @@ class BlockCache:
             ValueError: Blocks were replaced, and the model no longer has those that its description names; or
                 one of diffusers' own caches was enabled on the model.
             RuntimeError: The model already runs with this cache, two calls of one step were taken for one
-                branch, or the user's policy function branches on values of tensors, so it cannot be compiled.
+                branch, the call left out a block that the cache needs, or the user's policy function branches
+                on values of tensors, so it cannot be compiled.
         """
         if getattr(self.module, "_cache_config", None) is not None:
             check_no_foreign_cache(self.module)
@@ -234,7 +239,6 @@ class BlockCache:
         branch_call = self._branches.identify(arguments, host.local.branch, moment, agree)
         if branch_call.name is None:
             self.reset_states()
-            self._warnings.warn("branches", self._branches.why_unknown(), CacheWarning)
             with self.pause():
                 return call()
         # Ask for the step before looking up the state: for the first call of a section of a video, position()
@@ -251,6 +255,7 @@ class BlockCache:
         if branch_call.begins or is_other:
             self.state.clear()
             self.state.signature = signature
+        self.entries = None
         self.traced.begin_call(arguments, device)
         for observer in self.observers:
             observer.begin(self, branch_call.name, device)
@@ -271,6 +276,9 @@ class BlockCache:
         host.running = self
         try:
             output = call()
+            # A group that was entered and not left has stored nothing, or returned its input in place of the forecast.
+            if self.entries is not None and any(self.entries):
+                raise left_out(self.module)
             decider = self.state.decider
             if decider is not None and decider.in_graph:
                 self.traced.end_call(decider is not earlier_decider)
@@ -371,7 +379,7 @@ class BlockCache:
             self.state = before
 
     def _empty_state(self) -> CacheState:
-        return CacheState(len(self.blocks.groups), self.options.num_residuals)
+        return CacheState(len(self.blocks.groups), self.options.chosen_forecast.num_residuals)
 
     @contextmanager
     def pause(self) -> Iterator[None]:
@@ -407,9 +415,7 @@ class BlockCache:
         self.states: dict[str, CacheState] = {}
         self.state = self._empty_state()
         self.traced.reset()
-        # The state of the current call: the inputs of each group, in a list whose items are set, because
-        # Dynamo 2.13 loses the new value of an attribute that is set after torch.cond.
-        self.entries: list[Streams | None] = [None] * len(self.blocks.groups)
+        self.entries = None
         # The inputs of block 0, until the step is decided.
         self.before: Streams | None = None
         # Whether to skip the remaining blocks: a bool, in a graph a bool tensor, None if nothing can be

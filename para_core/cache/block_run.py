@@ -46,7 +46,9 @@ def run_first_block(
         # With pipeline stages only one stage has run the block. The other stages pass its input.
         output = cache.stages.send_from_owner(block, output)
     outputs = role.require_outputs(block, streams.tensors, output)
-    before = cache.before or ()
+    before = cache.before
+    if before is None:
+        raise left_out(cache.module)
     cache.before = None
     index = role.measured_index
     if not streams.are_plain:
@@ -75,17 +77,24 @@ def run_or_skip_block(
         decide(cache, cache.blocks.modulated(block, arguments))
     state = cache.state
     residuals = state.groups[role.group]
+    if cache.entries is None:
+        raise left_out(cache.module)
     if role.enters:
-        cache.entries[role.group] = streams.tensors
-        if cache.skip is None and not torch.compiler.is_compiling():
-            residuals.versions = _versions_of(streams.tensors)
-    entries = cache.entries[role.group] or ()
+        inputs = streams.tensors
+        if torch.compiler.is_compiling():
+            inputs = _copy_floats(inputs)
+        elif cache.skip is None:
+            residuals.marks = _marks_of(inputs)
+        cache.entries[role.group] = inputs
+    entries = cache.entries[role.group]
+    if entries is None:
+        raise left_out(cache.module)
     if cache.skip is None or cache.skip is False:
         output = call(block, *args, **kwargs)
         if role.exits:
             outputs = role.require_outputs(block, streams.tensors, output)
             if cache.skip is None and not torch.compiler.is_compiling():
-                _check_not_written(block, role, entries, residuals.versions)
+                _check_not_written(block, role, entries, residuals.marks)
             residuals.store(entries, outputs, in_graph=state.decider.in_graph)
     elif cache.skip is True:
         tensors = streams.tensors
@@ -93,22 +102,59 @@ def run_or_skip_block(
             tensors = residuals.forecast(entries, state.decider.weights(cache.options, cache.step))
         output = role.as_output(streams, tensors)
     else:
-        output = cache.traced.run_block(role, block, call, args, kwargs)
+        output = cache.traced.run_block(role, block, entries, call, args, kwargs)
     if role.exits:
         cache.entries[role.group] = None
     return output
 
 
-def _versions_of(tensors: Streams) -> list[int]:
-    """Return how often the memory of each of ``tensors`` was written to. Tensors of inference mode do not count it."""
-    return [version_of(x) for x in tensors if x is not None and not x.is_inference()]
+def _copy_floats(tensors: Streams) -> Streams:
+    """Return copies of the tensors that get residuals, because a graph cannot notice that a block writes to them.
 
-
-def _check_not_written(block: nn.Module, role: BlockRole, entries: Streams, versions: list[int]) -> None:
-    """Raise ``ValueError`` if the blocks of the group have written to ``entries``, its inputs, since these had
-    ``versions``: the residual of a stream that is written in place would be 0. Checked at the first step.
+    Inductor drops the copies that nothing needs.
     """
-    if _versions_of(entries) != versions:
+    copies = list(tensors)
+    for index, x in enumerate(tensors):
+        if x is not None and (x.is_floating_point() or x.is_complex()):
+            copies[index] = x.clone()
+    return tuple(copies)
+
+
+def left_out(module: nn.Module) -> RuntimeError:
+    """Return (not raise) the error that a call of ``module`` has not run a block without which nothing is decided,
+    stored or added.
+    """
+    return RuntimeError(
+        f"a call of {original_class(module).__name__} left out block 0, or the first or last block of a group, and "
+        "there the cache decides, or stores and adds residuals. Name the argument that leaves it out in "
+        "CachedBlocks(uncached=...), or remove the cache."
+    )
+
+
+def _marks_of(tensors: Streams) -> list[int | Tensor]:
+    """Return, for each tensor, what later shows whether it was written to: its version counter or, in inference
+    mode, which has none, a copy.
+    """
+    return [x.clone() if x.is_inference() else version_of(x) for x in tensors if x is not None]
+
+
+def _is_written(x: Tensor, mark: int | Tensor) -> bool:
+    """Whether ``x`` was written to since it had this ``mark``."""
+    if isinstance(mark, Tensor):
+        return not bool(torch.isclose(x, mark, rtol=0.0, atol=0.0, equal_nan=True).all())
+    return version_of(x) != mark
+
+
+def _check_not_written(
+    block: nn.Module, role: BlockRole, entries: Streams, marks: list[int | Tensor]
+) -> None:
+    """Raise ``ValueError`` if the blocks of the group have written to ``entries``, its inputs, since these had
+    ``marks``: the residual of a stream that is written in place would be 0. Checked at the first step.
+
+    In inference mode the host waits for the device.
+    """
+    tensors = [x for x in entries if x is not None]
+    if any(map(_is_written, tensors, marks)):
         raise ValueError(
             f"blocks up to this {original_class(block).__name__} write in place to a stream that they get "
             f"({', '.join(role.streams)}), so the cache cannot tell what they add to it. Let them return new tensors "
@@ -143,6 +189,7 @@ def decide(cache: BlockCache, residual: Tensor) -> None:
         dims=cache.dims,
         sharing=sharing,
     )
+    cache.entries = [None] * len(cache.blocks.groups)
     decider = state.decider
     if (
         decider is None

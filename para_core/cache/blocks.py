@@ -24,7 +24,8 @@ class BlockGroup:
         streams (`tuple[str, ...]`, defaults to `("hidden_states",)`): Parameters of a block's ``forward``
             whose new values it returns, in the order in which it returns them. A block with one stream
             returns the tensor itself. If a parameter is a dataclass, its name means all fields with tensors,
-            and ``"video.x"`` means one field. A block that writes to one in place is refused at its first step.
+            and ``"video.x"`` means one field. A block returns integers and bools as it gets them. One that
+            writes to a stream in place is refused at its first step; a compiled graph copies the stream first.
         measured (`str`, defaults to `"hidden_states"`): The stream whose change is compared from step to
             step.
         chained (`bool`, defaults to `False`): Whether the model only passes the streams from block to block,

@@ -82,6 +82,9 @@ class BranchGroup:
         varying: Paths of values that change from step to step, and so tell no branches apart.
         unseen: The number of steps in which the value at a path was new.
         mixed: Whether calls of one step could not be told apart, so that everything is computed from then on.
+
+    ``told_by`` grows by two calls in one step (``_place_repeated``), and ``unseen`` and ``varying`` by a call in
+    a new step that equals no branch (``_place_unseen``), which also takes a path out of ``told_by``.
     """
 
     leaves: list[Leaf]

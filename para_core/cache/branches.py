@@ -148,14 +148,6 @@ class Branches:
             return None
         return group.name
 
-    def why_unknown(self) -> str:
-        """Return the text of the warning to show after :meth:`identify` returned no name."""
-        return (
-            f"{' and '.join(self.conditions)} of this {self.model} change from step to step, so its CFG branches "
-            "cannot be identified, and all steps are computed. Call it inside `with model.cache_context(name)`, or "
-            "name in CachedBlocks(conditions=...) arguments that stay equal from step to step."
-        )
-
     def _identify(
         self,
         arguments: Mapping[str, Any],
@@ -178,6 +170,12 @@ class Branches:
                     "all its calls are computed. If not, call reset_cache(model) before each generation.",
                 )
         if group is None:
+            self.warn(
+                "branches",
+                f"{' and '.join(self.conditions)} of this {self.model} change from step to step, so its CFG branches "
+                "cannot be identified, and all steps are computed. Call it inside `with model.cache_context(name)`, or "
+                "name in CachedBlocks(conditions=...) arguments that stay equal from step to step.",
+            )
             return BranchCall(None)
         if group.mixed:
             return BranchCall(group.name, repeated=True)

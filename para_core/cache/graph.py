@@ -26,7 +26,7 @@ from para_core.cache.decision import DecisionInput, DecisionOutcome
 from para_core.cache.graph_decision import TensorDecider, force_if_mixed, limits_of
 from para_core.cache.registry import register_traced_form
 from para_core.cache.residuals import CacheState, Residuals
-from para_core.cache.streams import Streams, StreamValues, as_output_tuple
+from para_core.cache.streams import Streams, as_output_tuple
 
 if TYPE_CHECKING:
     from para_core.cache.block_cache import BlockCache
@@ -111,6 +111,7 @@ class GraphForm:
         forces the step to be computed if the calls of several branches share the state.
         """
         cache = self.cache
+        cache.entries = None
         self._find_unchained(arguments)
         device = cache.device_of(arguments)
         now = digest_call(arguments, cache.conditions, cache.clocks, device)
@@ -150,6 +151,7 @@ class GraphForm:
         self,
         role: BlockRole,
         block: nn.Module,
+        entries: Streams,
         call: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
@@ -157,26 +159,32 @@ class GraphForm:
         """Return the output of one block, which a ``torch.cond`` runs or skips."""
         streams = role.read(args, kwargs)
         inputs = streams.tensors
-        if role.chained and not self._unchained[role.group] and not _has_fields(streams):
-            return role.as_output(streams, self._run_group(role, inputs, args, kwargs))
+        if role.chained and not self._unchained[role.group] and streams.are_plain:
+            return role.as_output(streams, self._run_group(role, inputs, entries, args, kwargs))
         blocks = self._groups[role.group]
 
         def compute() -> Streams:
             return role.require_outputs(block, inputs, blocks.call(block, call, *args, **kwargs))
 
         if role.exits:
-            return role.as_output(streams, self._end_group(role, inputs, compute))
+            return role.as_output(streams, self._end_group(role, inputs, entries, compute))
 
         def allocate() -> Streams:
             # The values are not used, because the last block of the group replaces the outputs of skipped
             # blocks.
-            return tuple([x.new_empty(x.shape) for x in inputs])
+            return tuple([None if x is None else x.new_empty(x.shape) for x in inputs])
 
-        outputs = cond(self.cache.skip, allocate, compute, list(range(len(inputs))), inputs)
+        present = [i for i, x in enumerate(inputs) if x is not None]
+        outputs = cond(self.cache.skip, allocate, compute, present, inputs)
         return role.as_output(streams, outputs)
 
     def _run_group(
-        self, role: BlockRole, inputs: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        role: BlockRole,
+        inputs: tuple[Any, ...],
+        entries: Streams,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> Streams:
         """Return the streams of one block in a graph in which one ``torch.cond`` runs or skips the whole
         group.
@@ -213,56 +221,32 @@ class GraphForm:
                 values = as_output_tuple(call(*positional, **named))
             return values
 
-        outputs = self._end_group(role, inputs, compute)
+        outputs = self._end_group(role, inputs, entries, compute)
         if not role.exits:
             self._outputs[role.group] = outputs
         return outputs
 
-    def _end_group(self, role: BlockRole, inputs: Streams, compute: Callable[[], Streams]) -> Streams:
+    def _end_group(
+        self, role: BlockRole, inputs: Streams, entries: Streams, compute: Callable[[], Streams]
+    ) -> Streams:
         """Return the output of a block group, computed or forecast, and store its residual if computed."""
         cache = self.cache
         residuals = cache.state.groups[role.group]
-        entries = cache.entries[role.group] or ()
         present = [i for i, history in enumerate(residuals.histories) if history is not None]
 
         def forecast() -> Streams:
             weights = cache.state.decider.weights(cache.options, self.numbers)
-            return _forecast(residuals, entries, weights)
+            return residuals.forecast(entries, weights)
 
         outputs = cond(cache.skip, forecast, compute, present, inputs)
         _store_unless(self._skip_on_device, residuals, entries, outputs)
         return outputs
 
 
-def _has_fields(streams: StreamValues) -> bool:
-    """Whether some parameters with streams hold dataclasses."""
-    return any(value is not None and not isinstance(value, Tensor) for value in streams.arguments.values())
-
-
-def _forecast(residuals: Residuals, entries: Streams, weights: list[Any]) -> Streams:
-    """Return the forecast outputs of the skipped blocks, with weights that are tensors or numbers.
-
-    The operator of :meth:`Residuals.forecast` takes numbers as weights, so with tensors plain operators
-    compute the same sum, which a compiler fuses.
-    """
-    if not isinstance(weights[0], Tensor):
-        return residuals.forecast(entries, weights)
-    outputs: list[Tensor | None] = []
-    for entry, history in zip(entries, residuals.histories, strict=True):
-        total = entry
-        if history is None:
-            total = None
-        if total is not None:
-            for weight, residual in zip(weights, history or (), strict=False):
-                total = total + (weight * residual).to(total.dtype)
-        outputs.append(total)
-    return tuple(outputs)
-
-
 def _store_unless(skip: Tensor, residuals: Residuals, entries: Streams, outputs: Streams) -> None:
     """Store the residual ``outputs - entries`` in place, unless the bool tensor ``skip`` is True."""
     for history, output, entry in zip(residuals.histories, outputs, entries, strict=True):
-        if history is None or output is None or entry is None:
+        if not history or output is None or entry is None:
             continue
         residual = output.detach() - entry.detach()
         for older, newer in zip(reversed(history[1:]), reversed(history[:-1]), strict=True):

@@ -263,11 +263,6 @@ class CacheOptions:
         """Whether a step is decided before block 0, so that a skipped step runs no block."""
         return rule_of(self.rule).compares == "input"
 
-    @property
-    def num_residuals(self) -> int:
-        """The number of residuals that are stored for each stream of a block group."""
-        return self.chosen_forecast.num_residuals
-
     def on_schedule(self) -> CacheOptions:
         """Return these options for a pipeline with a schedule, in which ``forecast_order`` defaults to 1."""
         if self.forecast is None and self.forecast_order is None:
@@ -278,7 +273,7 @@ class CacheOptions:
     def needs_schedule(self) -> tuple[str, ...]:
         """The names of options that are set and need the schedule of a pipeline."""
         changed = self._find_changed(_SCHEDULED)
-        if self.num_residuals == 1:
+        if self.chosen_forecast.num_residuals == 1:
             changed = [name for name in changed if name not in ("forecast_order", "forecast")]
         return tuple(changed)
 

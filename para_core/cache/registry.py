@@ -11,10 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from para_core.cache.forecast_rule import Forecast
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from para_core.cache.block_cache import BlockCache
     from para_core.cache.block_roles import BlockRole
     from para_core.cache.decision import DecisionInput, DecisionOutcome
-    from para_core.cache.options import CacheOptions
+    from para_core.cache.streams import Streams
 
 
 class Orders(NamedTuple):
@@ -123,27 +123,6 @@ def register_observer(make: Callable[[], CallObserver]) -> None:
     OBSERVERS.append(make)
 
 
-class GraphDecider(Protocol):
-    """The decider of one CFG branch in a graph, as block_run.py and graph.py use it.
-
-    Its counterpart in eager code is :class:`~para_core.cache.decision.NumberDecider`.
-    """
-
-    # True, which tells it from a NumberDecider.
-    in_graph: ClassVar[bool]
-    # The compared values of the last computed step, whose shape, dtype and device those of the next must have.
-    first: Tensor
-
-    def decide(self, inputs: DecisionInput, numbers: Tensor) -> tuple[Tensor, DecisionOutcome]:
-        """Return whether to skip the step, as a bool tensor, and the outcome. ``numbers`` is a ``StepNumbers``."""
-
-    def weights(self, options: CacheOptions, numbers: Tensor) -> list[Any]:
-        """Return the weights of the stored residuals in the forecast of a skipped step, as tensors or numbers."""
-
-    def leave_graph(self) -> None:
-        """Clone the tensors that a graph returned."""
-
-
 class TracedForm(Protocol):
     """The part of a cache that runs while a graph is traced.
 
@@ -171,8 +150,8 @@ class TracedForm(Protocol):
     def enter(self, arguments: Mapping[str, Any]) -> None:
         """Begin a call of the model that is being traced."""
 
-    def begin(self, inputs: DecisionInput) -> GraphDecider:
-        """Return the decider of a branch that begins with this call."""
+    def begin(self, inputs: DecisionInput) -> Any:
+        """Return the decider of a branch that begins with this call: the counterpart of a ``NumberDecider``."""
 
     def decide(self, inputs: DecisionInput) -> None:
         """Decide the step with tensors: set ``skip`` and ``outcome`` of the cache."""
@@ -181,11 +160,14 @@ class TracedForm(Protocol):
         self,
         role: BlockRole,
         block: nn.Module,
+        entries: Streams,
         call: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """Return the output of one block, which a tensor in the graph decides to run or to skip."""
+        """Return the output of one block, which a tensor in the graph decides to run or to skip. ``entries`` are the
+        inputs of its group.
+        """
 
     def reset(self) -> None:
         """Forget the current call, because the states of the cache were dropped."""
@@ -197,46 +179,17 @@ class TracedForm(Protocol):
 class NoTracedForm:
     """The traced form of a cache without the optional feature: eager calls need nothing, and a graph raises."""
 
-    def begin_call(self, arguments: Mapping[str, Any], device: torch.device) -> None:
-        """Do nothing."""
+    def _do_nothing(self, *args: Any, **kwargs: Any) -> None:
+        pass
 
-    def end_call(self, is_first: bool) -> None:
-        """Do nothing."""
-
-    def enter(self, arguments: Mapping[str, Any]) -> NoReturn:
-        """Raise ``RuntimeError``."""
-        self._fail()
-
-    def begin(self, inputs: DecisionInput) -> NoReturn:
-        """Raise ``RuntimeError``."""
-        self._fail()
-
-    def decide(self, inputs: DecisionInput) -> NoReturn:
-        """Raise ``RuntimeError``."""
-        self._fail()
-
-    def run_block(
-        self,
-        role: BlockRole,
-        block: nn.Module,
-        call: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> NoReturn:
-        """Raise ``RuntimeError``."""
-        self._fail()
-
-    def reset(self) -> None:
-        """Do nothing."""
-
-    def refresh(self) -> None:
-        """Do nothing."""
-
-    def _fail(self) -> NoReturn:
+    def _fail(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise RuntimeError(
             "this copy of para_core has no cache inside compiled graphs. Remove the cache, or compile the blocks and "
             "not the model: model.compile_repeated_blocks()."
         )
+
+    begin_call = end_call = reset = refresh = _do_nothing
+    enter = begin = decide = run_block = _fail
 
 
 def register_traced_form(make: Callable[[BlockCache], TracedForm]) -> None:

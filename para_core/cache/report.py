@@ -74,11 +74,6 @@ class ReportedReadings(CallReadings):
         return str(report_of(caches))
 
 
-def readings_of(cache: BlockCache) -> ReportedReadings:
-    """Return the readings of the calls of ``cache``."""
-    return next(observer for observer in cache.observers if isinstance(observer, ReportedReadings))
-
-
 def model_cache_report(model: nn.Module) -> CacheReport:
     """Return a report of the model calls since the last :func:`reset_cache`, of at most ``MOST_READINGS`` calls.
 
@@ -89,21 +84,17 @@ def model_cache_report(model: nn.Module) -> CacheReport:
 
 
 def report_of(caches: Sequence[BlockCache]) -> CacheReport:
-    """Return the report of all ``caches`` of one pipeline."""
-    readings = [readings_of(cache) for cache in caches]
+    """Return the report of all ``caches`` of one pipeline. The host may wait for the device."""
+    observers = [observer for cache in caches for observer in cache.observers]
+    readings = [observer for observer in observers if isinstance(observer, ReportedReadings)]
     options = [cache.options for cache in caches]
     # Transformers may have the same or different rules and forecasts, so list all, each once.
     rules = " and ".join(dict.fromkeys([each.rule_name for each in options]))
     forecasts = " and ".join(dict.fromkeys([each.chosen_forecast.name for each in options]))
     dropped = sum([each.dropped for each in readings])
-    return CacheReport(
-        _convert_to_rows([call for each in readings for call in each.calls]), rules, forecasts, dropped
-    )
-
-
-def _convert_to_rows(readings: Iterable[CallReading]) -> list[CachedStep]:
-    """Convert the readings of model calls to rows, one per call and branch. The host may wait for the device."""
-    return [row for call, reading in enumerate(readings) for row in _rows_of_call(reading, call)]
+    calls = [call for each in readings for call in each.calls]
+    rows = [row for index, call in enumerate(calls) for row in _rows_of_call(call, index)]
+    return CacheReport(rows, rules, forecasts, dropped)
 
 
 def _rows_of_call(reading: CallReading, call: int) -> list[CachedStep]:
@@ -200,8 +191,8 @@ class CacheReport:
 
     rows: Sequence[CachedStep]
     rule: str
-    forecast: str = "taylor 0"
-    dropped: int = 0
+    forecast: str
+    dropped: int
 
     @property
     def hits(self) -> int:

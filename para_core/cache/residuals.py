@@ -23,12 +23,12 @@ class Residuals:
     Attributes:
         histories: For each stream, the list of its residuals, newest first; empty if the blocks return the
             stream as it is, None if they return None for it. Empty before the first computed step.
-        versions: How often the inputs of the group were written to when it was entered at the first step.
+        marks: What block_run.py compares at the first step, to see whether blocks write to their input.
     """
 
     def __init__(self, room: int) -> None:
         self.room = room
-        self.versions: list[int] = []
+        self.marks: list[int | Tensor] = []
         self.histories: list[list[Tensor] | None] = []
 
     def store(self, entries: Streams, outputs: Streams, *, in_graph: bool) -> None:
@@ -36,6 +36,9 @@ class Residuals:
 
         If later steps run in a compiled graph (``in_graph``), which needs a fixed number of tensors, zeros
         are placeholders for later residuals. The forecast gives them the weight 0 until they are computed.
+
+        Raises:
+            ValueError: The blocks return another tensor than they get for a stream of integers or bools.
         """
         is_first = not self.histories
         if is_first:
@@ -46,7 +49,17 @@ class Residuals:
                 if is_first:
                     self.histories[index] = None
                 continue
-            if history is None or (not history and not in_graph and output is entry):
+            if history is None:
+                continue
+            if not (entry.is_floating_point() or entry.is_complex()):
+                if output is not entry:
+                    raise ValueError(
+                        f"the cached blocks return another tensor of {entry.dtype} than they get, and residuals are of "
+                        "real or complex numbers. Let them return this stream as it is, or name only other streams, "
+                        "such as the field 'video.x' of a dataclass, in BlockGroup(streams=...)."
+                    )
+                continue
+            if not history and not in_graph and output is entry:
                 continue
             residual = output.detach() - entry.detach()
             if not history and (in_graph or not is_first):
@@ -55,12 +68,21 @@ class Residuals:
             history.insert(0, residual)
             del history[self.room :]
 
-    def forecast(self, entries: Streams, weights: list[float]) -> Streams:
-        """Return the forecast outputs of the skipped blocks: their inputs ``entries`` plus weighted residuals."""
+    def forecast(self, entries: Streams, weights: list[Any]) -> Streams:
+        """Return the forecast outputs of the skipped blocks: their inputs ``entries`` plus weighted residuals.
+
+        In a graph the weights may be tensors. The operator takes numbers, so plain operators then compute the
+        same sum, which a compiler fuses.
+        """
         outputs: list[Tensor | None] = []
         for entry, history in zip(entries, self.histories, strict=True):
             if entry is None or history is None:
                 outputs.append(None)
+            elif history and isinstance(weights[0], Tensor):
+                total = entry
+                for weight, residual in zip(weights, history, strict=True):
+                    total = total + (weight * residual).to(entry.dtype)
+                outputs.append(total)
             elif history:
                 count = min(len(weights), len(history))
                 outputs.append(forecast(entry, history[:count], weights[:count]))

@@ -110,20 +110,15 @@ def find_first_difference(
     with torch.compiler.set_stance("force_eager"):
         results = run_parallel(module, inputs, run, method, ranks, record=True)
     records = [result.record for result in results]
+    ended = None
     failed = first_error([result.outcome for result in results])
-    if failed is None:
-        return compare_records(
-            module, reference, records, results[0].segments, tolerance=tolerance, failure=failure
-        )
-    rank, error = failed
+    if failed is not None:
+        rank, error = failed
+        ended = records[rank]
+        failure = failure or f"rank {rank}: {type(error).__name__}: {error}"
+    segments = results[0].segments
     return compare_records(
-        module,
-        reference,
-        records,
-        results[0].segments,
-        tolerance=tolerance,
-        failure=failure or f"rank {rank}: {type(error).__name__}: {error}",
-        failed=records[rank],
+        module, reference, records, segments, tolerance=tolerance, failure=failure, failed=ended
     )
 
 
@@ -140,8 +135,8 @@ def compare_records(
     """Return the first difference, in order of time, between the records of the ranks and of the unmodified
     model.
 
-    If all entries agree, the result describes ``failure``, the error that ended the run on several ranks;
-    without a failure it says that code outside of the modules differs.
+    If all entries agree, or cannot be compared, the result describes ``failure``, the error that ended the
+    run on several ranks; without a failure it says that code outside of the modules differs.
 
     Args:
         module: The unmodified model.
@@ -181,8 +176,8 @@ def compare_records(
         return describe(running[-1], "on several ranks more or fewer calls follow, and all before them agree")
     return describe(
         "",
-        "the outputs of all its modules agree; what differs is computed outside of them: before the first, after the "
-        "last, or in the lines of forward=",
+        "the outputs of all its modules agree, as far as they can be compared; what differs is computed outside of "
+        "them: before the first, after the last, or in the lines of forward=",
     )
 
 
@@ -222,16 +217,15 @@ def _error_of_entry(entry: RecordEntry, parts: Sequence[RecordEntry], segments: 
     their number differs; one whose shape does not fit; and one that may differ by its shape and dtype
     (:func:`_may_differ_on_ranks`). If one of them is wrong, the first later tensor that depends on it
     differs. The price is that the report then names the module of that tensor, which may come after the
-    cause.
+    cause. The result is 0 if nothing is compared.
     """
     if any(len(part.digests) != len(entry.digests) for part in parts):
         return 0.0
-    largest = 0.0
+    errors = []
     for i, full in enumerate(entry.digests):
         if not _may_differ_on_ranks(full):
-            error = _error_of_parts([part.digests[i] for part in parts], full, segments)
-            largest = max(largest, error)
-    return largest
+            errors.append(_error_of_parts([part.digests[i] for part in parts], full, segments))
+    return max([error for error in errors if error is not None], default=0.0)
 
 
 def _may_differ_on_ranks(full: Digest) -> bool:
@@ -250,15 +244,15 @@ def _may_differ_on_ranks(full: Digest) -> bool:
     return not dtype.is_complex and shape == _SHAPE_OF_CUMULATIVE_LENGTHS
 
 
-def _error_of_parts(parts: Sequence[Digest], full: Digest, segments: Sequence[Segment]) -> float:
-    """Return the relative error of a tensor; 0.0 if its parts do not fit: they have another number of dims,
+def _error_of_parts(parts: Sequence[Digest], full: Digest, segments: Sequence[Segment]) -> float | None:
+    """Return the relative error of a tensor; None if its parts do not fit: they have another number of dims,
     or other sizes along more than one dim, or lengths that no segment has.
     """
     if any(len(part.shape) != len(full.shape) for part in parts):
-        return 0.0
+        return None
     dims = differing_dims([part.shape for part in parts], full.shape)
     if len(dims) > 1:
-        return 0.0
+        return None
     # If all shapes are equal, any dim will do.
     dim = dims[0] if dims else 0
-    return relative_error([part.rows[dim] for part in parts], full.rows[dim], segments) or 0.0
+    return relative_error([part.rows[dim] for part in parts], full.rows[dim], segments)

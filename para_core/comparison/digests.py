@@ -61,7 +61,8 @@ def _project_slices(x: Tensor, dim: int) -> Tensor:
     x = x.movedim(dim, 0)
     if x.ndim == 1:
         return x[:, None]
-    rows = x @ _noise(x.shape[-1], x)
+    # Not a matrix product, which a user may let round to TF32 or bfloat16 (torch.set_float32_matmul_precision).
+    rows = torch.stack([(x * probe).sum(-1) for probe in _noise(x.shape[-1], x).unbind(1)], dim=-1)
     while rows.ndim > 2:
         rows = (rows * _noise(rows.shape[-2], rows)).sum(-2)
     return rows

@@ -135,9 +135,7 @@ def _gap_between_rows(x: Tensor, order: Sequence[int]) -> int:
 
 def is_dense(x: Tensor) -> bool:
     """Whether the elements of ``x`` follow each other in memory, in any order of dims."""
-    strides = x.stride()
-    order = sorted(range(x.ndim), key=lambda dim: -strides[dim])
-    return _is_dense(x, order, x.shape)
+    return _is_dense(x, sorted(range(x.ndim), key=x.stride().__getitem__, reverse=True), x.shape)
 
 
 def _is_dense(x: Tensor, order: Sequence[int], sizes: Sequence[int]) -> bool:

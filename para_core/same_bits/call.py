@@ -50,10 +50,7 @@ _COMPILED = (
 class _ModelFunctions:
     """A snapshot of what decides which functions a call of a model runs, besides its arguments.
 
-    Hooks are left out: a user may register one on a single rank, to log for example, and that rank would
-    begin a check alone. Ranks compare processors by class and replaced ``forward`` functions by number only
-    (``describe_code`` of ``adapters/inspect/attention_names.py``), so a rank that alone replaces one by
-    another of its kind still does: its check ends with the time-out of all ranks.
+    Hooks are left out: a user may register one on a single rank, to log for example.
 
     A model has over a thousand modules, so :meth:`is_unchanged` is made of loops in C.
     """
@@ -129,6 +126,16 @@ class SameBitsCalls:
         """Empty the slots of the model."""
         empty_slot(self.module, Slot.SAME_BITS)
         empty_slot(self.module, Slot.SAME_BITS_PRODUCTS)
+
+    def begin_generation(self) -> None:
+        """Forget all checks if the code of the model has changed on a rank, which would else check alone, until
+        the time-out of all ranks. Collective.
+
+        Inside of a generation, and of a transformer without a pipeline, code must be changed on all ranks.
+        """
+        is_unchanged = self._functions is not None and self._functions.is_unchanged()
+        if not all(exchange(is_unchanged, self._mesh)):
+            self._functions = None
 
     def _functions_of(self, module: nn.Module) -> _ModelFunctions:
         """Return the snapshot of the model as it is now. Forgets all checks if the code inside has changed."""

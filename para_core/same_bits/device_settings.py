@@ -1,8 +1,10 @@
-"""Settings of torch without which the sums of a matrix product depend on its sizes, on a GPU."""
+"""Settings of torch without which the sums of a matrix product depend on its sizes, on a GPU.
+
+:mod:`.call` and :mod:`.image_rows` run calls under them. Tests: tests/same_bits/test_attention.py.
+"""
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,10 +13,10 @@ import torch
 
 from para_core.user_warnings import ParallelWarning, warn_user
 
-logger = logging.getLogger(__name__)
-
 # With these, cuBLAS has no workspace to add up parts of a sum in, which it else does for some sizes.
 WORKSPACES = {"CUBLAS_WORKSPACE_CONFIG": ":16:8", "CUBLASLT_WORKSPACE_SIZE": "1"}
+# Each of these settings is a pair: whether to round while adding up, and whether to split sums (allow_splitk).
+_REDUCTIONS = ("allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_precision_reduction")
 
 
 @contextmanager
@@ -24,21 +26,17 @@ def deterministic_products() -> Iterator[None]:
         yield
         return
     matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
-    before = (
-        matmul.allow_bf16_reduced_precision_reduction,
-        matmul.allow_fp16_reduced_precision_reduction,
-        cudnn.benchmark,
-    )
-    # The second number is allow_splitk.
-    matmul.allow_bf16_reduced_precision_reduction = (False, False)
-    matmul.allow_fp16_reduced_precision_reduction = (False, False)
+    reductions = {name: (getattr(matmul, name), getattr(matmul, f"{name}_split_k")) for name in _REDUCTIONS}
+    benchmark = cudnn.benchmark
+    for name in _REDUCTIONS:
+        setattr(matmul, name, (False, False))
     cudnn.benchmark = False
     try:
         yield
     finally:
-        matmul.allow_bf16_reduced_precision_reduction = before[0]
-        matmul.allow_fp16_reduced_precision_reduction = before[1]
-        cudnn.benchmark = before[2]
+        for name, setting in reductions.items():
+            setattr(matmul, name, setting)
+        cudnn.benchmark = benchmark
 
 
 def check_workspaces() -> None:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from para_core.same_bits.at_place import TorchCall, resize
 from para_core.same_bits.one_process import OneProcess, Tokens
-from para_core.same_bits.rows import enough_rows
+from para_core.same_bits.rows import enough_rows, part_like
 
 # Every number of rows is tried up to the one from which bits do not depend on it, if these are as few.
 _MOST_TRIED = 16
@@ -103,17 +103,10 @@ def try_numbers_of_rows(
             sizes[0] *= one_process.batch_size
             first = one_process.batch_index * (sizes[0] // one_process.batch_size)
         rows = resize(x, sizes)
-        _part(rows, x, dim, first).copy_(x)
-        if have_equal_bytes(_part(call.on(rows), output, dim, first), output):
+        part_like(x, rows, first).copy_(x)
+        if have_equal_bytes(part_like(output, call.on(rows), first), output):
             equal_for.append(number)
     return frozenset(equal_for)
-
-
-def _part(rows: Tensor, x: Tensor, dim: int, first: int) -> Tensor:
-    """Return the part of ``rows`` with the sizes of ``x``: the samples from ``first`` on, and the first rows
-    along ``dim``.
-    """
-    return rows.narrow(0, first, x.shape[0]).narrow(dim, 0, x.shape[dim])
 
 
 def _rows_of(x: Tensor, tokens: Tokens) -> tuple[int, int | None]:

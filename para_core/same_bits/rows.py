@@ -51,13 +51,15 @@ def linear(one_process: OneProcess, tokens: Tokens, x: Tensor, *args: Any, **kwa
     if has_samples(x, one_process, tokens):
         first = one_process.batch_index * x.shape[0]
     padded = resize(x, sizes)
-    _part(padded, x, first).copy_(x)
+    part_like(x, padded, first).copy_(x)
     # The unmodified layer returns a contiguous tensor, and the next one may round differently for another.
-    return _part(F.linear(padded, *args, **kwargs), x, first).contiguous()
+    return part_like(x, F.linear(padded, *args, **kwargs), first).contiguous()
 
 
-def _part(padded: Tensor, x: Tensor, first: int) -> Tensor:
-    """Return the part of ``padded`` that has the sizes of ``x``, from sample ``first`` on."""
+def part_like(x: Tensor, padded: Tensor, first: int) -> Tensor:
+    """Return the part of ``padded`` with the rows of ``x``: the samples from ``first`` on, and the first rows along the
+    other dims but the last, which has features.
+    """
     padded = padded.narrow(0, first, x.shape[0])
     for dim in range(1, x.ndim - 1):
         padded = padded.narrow(dim, 0, x.shape[dim])

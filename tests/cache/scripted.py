@@ -81,7 +81,6 @@ class Pipe:
 
     transformer: nn.Module = field(default_factory=Scripted)
     scheduler: object = field(default_factory=lambda: FlowMatchEulerDiscreteScheduler(shift=3.0))
-    named: bool = True
     device = torch.device("cpu")
 
     def __call__(self, first, rest=None, *, size=(1, TOKENS, WIDTH), callback=None):
@@ -102,10 +101,7 @@ class Pipe:
                     second = torch.tensor(rest[name][step]) if name in rest else 10 * now
                     added = torch.stack([now, second]).reshape(2, -1, 1, 1)
                     call = {"encoder_hidden_states": text[name], "added": added}
-                    if self.named:
-                        with self.transformer.cache_context(name):
-                            outputs.append(self.transformer(hidden_states=x, **call))
-                    else:
+                    with self.transformer.cache_context(name):
                         outputs.append(self.transformer(hidden_states=x, **call))
                 latents = self.scheduler.step(torch.zeros_like(latents), t, latents, return_dict=False)[0]
         return outputs

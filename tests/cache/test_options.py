@@ -277,7 +277,6 @@ def test_two_model_calls_per_timestep_are_two_steps():
     scheduler.set_timesteps = lambda sigmas: FlowMatchHeunDiscreteScheduler.set_timesteps(scheduler, 3)
     pipe = cached(Pipe(scheduler=scheduler), always_compute_last=True)
     pipe([1.0, 1.01, 1.5, 1.51, 1.52])
-    assert len(scheduler.timesteps) == 5
     assert verdicts(cache_report(pipe)) == ["warmup", "hit", "miss", "hit", "schedule"]
 
 

@@ -70,15 +70,6 @@ def test_retry_after_late_exception_is_no_hit():
     assert verdicts(model_cache_report(model)) == ["warmup", "warmup"]
 
 
-@pytest.mark.parametrize("named", [True, False])
-def test_branches_have_separate_states(named):
-    pipe = cached(Pipe(named=named))
-    pipe({"cond": [1.0, 1.01, 1.5], "uncond": [7.0, 8.0, 8.01]}, {"cond": [10.0] * 3, "uncond": [20.0] * 3})
-    names = ["cond", "uncond"] if named else ["branch 0", "branch 1"]
-    assert verdicts(cache_report(pipe), names[0]) == ["warmup", "hit", "miss"]
-    assert verdicts(cache_report(pipe), names[1]) == ["warmup", "miss", "hit"]
-
-
 @pytest.mark.parametrize("anew", [False, True])
 def test_text_identifies_unnamed_branches_with_one_wait(anew):
     # Warmup steps need no decision, so the host waits only to identify the branches.

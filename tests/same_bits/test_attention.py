@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from para_core import Segment
 from para_core.attention.query_blocks import place_in_blocks
+from para_core.same_bits.device_settings import deterministic_products
 from para_core.same_bits.flash_splits import AttentionSizes, flash_splits
 from para_core.same_bits.found import Found
 from para_core.same_bits.one_process import UNKNOWN, OneProcess
@@ -59,6 +60,14 @@ def test_queries_in_blocks_have_the_bits_of_all_queries(total, keys, cuts, late_
 )
 def test_parts_of_keys_on_a_gpu(sizes, splits):
     assert flash_splits(sizes, multiprocessors=132) == splits
+
+
+def test_splits_of_products_are_as_before_after_each_call(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with deterministic_products():
+        with deterministic_products():
+            pass
+        assert not torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction_split_k
 
 
 # A rank attends to a text (512 keys) with all heads: 550 queries with 24 heads fill an H100 to 0.8, 275 with 12 less.

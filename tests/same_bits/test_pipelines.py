@@ -5,6 +5,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from diffusers.models.transformers.transformer_flux import FluxAttnProcessor
 from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
@@ -128,6 +129,7 @@ def change_functions():
     changes = {
         "first": lambda: None,
         "processor": lambda: pipe.transformer.transformer_blocks[0].attn.set_processor(FluxAttnProcessor()),
+        "processor of one rank": lambda: dist.get_rank() or pipe.transformer.set_attn_processor(FluxAttnProcessor()),
         "lora": lambda: pipe.load_lora_weights(lora_weights("flux")),
         "fused": lambda: [(x.merge(), setattr(x, "_active_adapter", [])) for x in lora_layers(pipe.transformer)],
         "no lora": lambda: ([x.unmerge() for x in lora_layers(pipe.transformer)], pipe.disable_lora()),

@@ -2,6 +2,8 @@
 
 import threading
 from dataclasses import make_dataclass, replace
+from itertools import combinations
+from math import inf, nan
 
 import pytest
 import torch
@@ -245,6 +247,17 @@ def test_digest_of_complex_numbers_sees_both_parts():
     for other in (torch.complex(x.imag, x.real), x.conj(), x * 1j):
         assert all((a - b).norm() > 0.1 * a.norm() for a, b in zip(full.rows, digest(other).rows, strict=True))
     assert [row.shape[0] for row in digest(x.sum()).rows] == [1]
+
+
+def test_digest_sees_what_is_not_finite_and_is_not_rounded():
+    x = torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
+    rows = [digest(y).rows for y in (x, *[x.index_fill(1, torch.tensor([7]), value) for value in (nan, inf, -inf)])]
+    for a, b in combinations(rows, 2):
+        assert all(relative_error([x], y, ()) > 0.1 for x, y in zip(a, b, strict=True))
+    torch.set_float32_matmul_precision("medium")
+    of_fast_products = digest(x).rows
+    torch.set_float32_matmul_precision("highest")
+    assert all(map(torch.equal, of_fast_products, rows[0]))
 
 
 def test_one_tensor_as_two_arguments_is_sharded_for_the_named_one():
