@@ -15,6 +15,7 @@ calls in which ranks exchange the properties of their masks. Tests: tests/attent
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -86,8 +87,23 @@ def mark_of(x: Tensor, *, writes: int = 0) -> Mark | None:
         is_same_dim = (
             x.ndim >= -dim and x.shape[dim] == marked.shape[dim] and x.stride(dim) == marked.stride(dim)
         )
-        return (dim, runs) if is_same_dim else None
+        return (dim, runs) if is_same_dim and _begins_with(x, marked, dim) else None
     return None
+
+
+def _begins_with(x: Tensor, marked: Tensor, dim: int) -> bool:
+    """Whether ``x`` is a view of ``marked``, also after ``x.data = y``, and begins at its index 0 of ``dim``."""
+    if storage_id(x.untyped_storage()) != storage_id(marked.untyped_storage()):
+        return False
+    offset = x.storage_offset() - marked.storage_offset()
+    dims = zip(marked.stride(), marked.shape, range(-marked.ndim, 0), strict=True)
+    for step, size, each in sorted(dims, reverse=True):
+        if step > 0:
+            index = min(offset // step, max(0, size - 1))
+            offset -= index * step
+            if each == dim:
+                return index == 0
+    return True
 
 
 def copy_mark(source: Tensor | None, x: Tensor | None) -> None:
@@ -123,7 +139,13 @@ def follow_parts(function: Function, args: Sequence[Any], values: Iterable[Any],
     ``values`` are those of the keyword arguments. An argument whose rows nobody knows, such as a mask made
     from the length of the input, leaves the output without a mark.
     """
-    name = name_of(function).partition(".")[0]
+    name = name_of(function)
+    if name == "data.__set__":
+        # torch does not count it as a write. A mark that no number of writes fits also hides that of the owner.
+        setattr(args[0], _MARK, (*_ANY_ROWS, sys.maxsize))
+        return
+    if not name.endswith("__"):
+        name = name.partition(".")[0]
     options = (*values,)
     # An argument ``out=`` is among the options.
     writes = is_in_place(function) or any(x is output for x in options)

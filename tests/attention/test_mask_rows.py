@@ -21,6 +21,11 @@ def write(x, index, value):
     return x
 
 
+def assign(x, value):
+    x.data = value
+    return x
+
+
 # What is computed row by row from a mask or a sharded part of it.
 FOLLOWED = {
     "a batch": lambda mask: mask.view(1, *mask.shape)[None].expand(2, 4, -1, -1),
@@ -34,6 +39,7 @@ FOLLOWED = {
     "a static buffer": lambda mask: mask.new_empty(mask.shape).copy_(mask),
     "columns hidden": lambda mask: write(write(mask, (..., slice(6, 8)), False), (..., KEYS.logical_not()), False),
     "a column shown": lambda mask: write(mask, (..., 0), True),
+    "the data": lambda mask: mask.data,
     "where": lambda mask: torch.where(mask, torch.zeros(()), torch.tensor(-torch.inf)),
 }
 # Rows of a rank with 4 of 8 tokens that no one knows to be its own.
@@ -46,6 +52,8 @@ UNKNOWN = {
     "repeated by numbers": lambda part: part.repeat_interleave(torch.tensor([2, 0, 1, 1]), dim=-2),
     "copied with other columns": lambda part: part[:, :4].expand(2, 4, 4).reshape(1, 4, 8),
     "written through a view": lambda part: (part[None].tril_(), part)[1],
+    "assigned": lambda part: assign(part[None], torch.ones(1, 4, 8, dtype=torch.bool).tril())[0],
+    "shifted": lambda part: part.expand(2, 4, 8).contiguous().flatten(0, 1)[2:6],
     "overwritten": lambda part: part.copy_(torch.ones(4, 8).tril()),
     "with another row": lambda part: write(part, 1, part[0].clone()),
     "written at an index of both": lambda part: write(part, (..., torch.ones_like(part).tril()), True),
