@@ -172,10 +172,13 @@ class UnifiedAttnMode(LayoutMode):
         # Whether a wrapper made by bound() is running after the mode was left or in a backward, with the layouts
         # that it has stored.
         self._is_resumed = False
+        # The sequences and explicit layouts whose plans are looked up.
+        self._noted = (self._known, self._explicit)
 
     def _note_state(self) -> None:
         # All that LayoutMode._layouts reads must be part of this state, by which the plans of calls are
         # cached.
+        self._noted = (self._known, self._explicit)
         layouts: Sequence[TraceSafeLayout | None] = ()
         if self._explicit is not None:
             layouts = self._explicit
@@ -373,6 +376,9 @@ class UnifiedAttnMode(LayoutMode):
         if not is_traced and top_saved_tensors_hooks(True) is not None:
             for recomputation in RECOMPUTATION:
                 recomputation.attention_called(self, self.bound, _NO_HOOKS_OUTSIDE)
+        # A graph sets the layouts, too, and notes nothing.
+        if not is_traced and (self._noted[0] is not self._known or self._noted[1] is not self._explicit):
+            self._note_state()
         return self._attention(call)
 
     def split_branches(self, x: Tensor, dim: int = 0) -> Tensor:

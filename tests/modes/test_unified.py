@@ -380,6 +380,13 @@ def use_layouts():
     with UnifiedAttnMode(mesh) as cp:
         cp.set_layout(layout)
         outs["set_layout"] = attend(cp)
+        balanced = cp.sequence(12, balance="causal")
+        parts = [cp.shard(x, dim=2, sequence=balanced) for x in make_qkv(12, 3)]
+        cp.set_layout(cp.sequence(12))
+        F.scaled_dot_product_attention(*parts, is_causal=True)
+        torch.compile(cp.set_layout, backend="eager", fullgraph=True)(balanced)
+        out = F.scaled_dot_product_attention(*parts, is_causal=True)
+        outs["in a graph"] = cp.gather(out, dim=2, sequence=balanced)
     outs["key_layout alone"] = outcome(lambda: UnifiedAttnMode(mesh, key_layout=layout))
     return outs
 
@@ -388,6 +395,8 @@ def test_explicit_layout_overrides_sharded_tensors(rank_pool):
     for outs in rank_pool.run(use_layouts, 2):
         for name in ("using", "layout=", "set_layout"):
             assert relative_error(outs[name], on_one_device(12)) < 1e-5, name
+        expected = F.scaled_dot_product_attention(*make_qkv(12, 3), is_causal=True)
+        assert relative_error(outs["in a graph"], expected) < 1e-5
         assert re.search(r"query has \d+ .*layout.*key_layout=", outs["wrong"])
         assert re.search(r"layout .*4 ranks.* 2", outs["ranks"])
         assert re.search(r"key_layout .*layout", outs["key_layout alone"])
