@@ -419,6 +419,8 @@ nonstrict_trace: Callable[[Callable[..., Any]], Callable[..., Any]] = torch._dyn
 ORIGINAL_MODULE = "_orig_mod"
 COMPILED_CALL = "_compiled_call_impl"
 ORIGINAL_CALLABLE = "_torchdynamo_orig_callable"
+# What torch.compiler.disable returns has the attributes of what torch.compile returns, and this one.
+DISABLED = "_torchdynamo_disable"
 COMPILE_CONTEXT = "dynamo_ctx"
 
 

@@ -2,7 +2,8 @@
 
 Plans, caches, stages and the adapters call these functions; nothing here changes a module. No module may
 contain itself, or :func:`submodules_of` would not end. Tests: tests/instance/test_record.py for
-:class:`ModuleTree`, and tests/weights/test_pipefusion.py, which refuses compiled modules.
+:class:`ModuleTree`, tests/adapters/parallel/test_undo.py for :func:`instances_in`, and
+tests/weights/test_pipefusion.py, which refuses compiled modules.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from para_core.torch_internals import COMPILED_CALL, ORIGINAL_CALLABLE, ORIGINAL_MODULE, SUBMODULES
+from para_core.torch_internals import COMPILED_CALL, DISABLED, ORIGINAL_CALLABLE, ORIGINAL_MODULE, SUBMODULES
 
 
 def instances_in(instance: Any) -> list[Any]:
@@ -33,12 +34,15 @@ def uncompiled(module: Any) -> Any:
 
 def is_compiled(module: Any) -> bool:
     """Whether ``module`` itself was compiled by ``torch.compile(module)``, ``module.compile()`` or
-    ``module.forward = torch.compile(module.forward)``.
+    ``module.forward = torch.compile(module.forward)``, and not disabled by ``torch.compiler.disable``.
     """
     state = module.__dict__
-    if state.get(COMPILED_CALL) is not None or ORIGINAL_MODULE in state[SUBMODULES]:
+    if state.get(COMPILED_CALL) is not None:
         return True
-    return "forward" in state and hasattr(state["forward"], ORIGINAL_CALLABLE)
+    forward = state.get("forward")
+    if getattr(forward, DISABLED, False):
+        return False
+    return ORIGINAL_MODULE in state[SUBMODULES] or hasattr(forward, ORIGINAL_CALLABLE)
 
 
 def has_compiled_parts(module: Any) -> bool:
