@@ -11,7 +11,8 @@ cache has its own (:mod:`para_core.cache.streams`). Tests: tests/test_dataclasse
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import fields, is_dataclass, replace
+from copy import copy
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 from torch import Tensor
@@ -103,7 +104,11 @@ def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
             value, {name: map_leaves(function, field) for name, field in fields_of(value).items()}
         )
     if _is_model_output(value):
-        return replace(value, **{name: map_leaves(function, entry) for name, entry in value.items()})
+        # Not by its class, which may take no None, nor entries that are no fields.
+        copied = copy(value)
+        for name, entry in value.items():
+            copied[name] = map_leaves(function, entry)
+        return copied
 
     def map_leaf(leaf: Any) -> Any:
         if has_fields(leaf) or _is_model_output(leaf):
@@ -118,10 +123,13 @@ def leaves_of(value: Any) -> list[Any]:
     leaves: list[Any] = []
     for leaf in tree_leaves(value, is_leaf=has_fields):
         if has_fields(leaf):
-            for field in fields_of(leaf).values():
-                leaves += leaves_of(field)
+            inner = list(fields_of(leaf).values())
+        elif _is_model_output(leaf):  # of a class that is not registered as a pytree
+            inner = list(leaf.values())
         else:
             leaves.append(leaf)
+            continue
+        leaves += leaves_of(inner)
     return leaves
 
 

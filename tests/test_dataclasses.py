@@ -30,6 +30,11 @@ class Derived:
         self.size, self.note = 3 * self.x, "own"
 
 
+@dataclass(init=False)
+class Output(dict):
+    x: Any = None
+
+
 KINDS = [Frozen, Slotted, Derived, Named]
 
 
@@ -63,6 +68,9 @@ def test_leaves_are_found_at_any_depth():
     value = [Frozen(1, [Slotted(2, {"a": 3})]), (4, Named(5, None)), FluxControlNetOutput(None, Frozen(6, 7))]
     assert leaves_of(value) == [1, 2, 3, 4, 5, None, 6, 7]
     assert leaves_of(map_leaves(lambda x: x and 10 * x, value)) == [10, 20, 30, 40, 50, None, 60, 70]
+    value = FluxControlNetOutput(controlnet_block_samples=[1], controlnet_single_block_samples=None)
+    value["added"] = Output(x=2)  # an entry that is no field, of a class that is no pytree
+    assert leaves_of(map_leaves(lambda x: 10 * x, value)) == [10, 20]
     assert leaf_kinds([Frozen(torch.ones(2), True), {"scale": 0.5}, "a"]) == (((2,), torch.float32), True, float, "a")
     paths = by_path({"video": Frozen(1, Slotted(2)), "n": 3})
     assert paths == {"video.x": 1, "video.inner.x": 2, "video.inner.inner": None, "n": 3}
