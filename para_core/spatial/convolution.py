@@ -85,6 +85,8 @@ def read_convolution(func: Function, args: Sequence[Any], kwargs: dict[str, Any]
         raise mixing_error(
             func, rows, f"padding='same' of windows of {extents} rows is not the same at both ends"
         )
+    if padding == "same" and max(strides) > 1:
+        raise ValueError(f"padding='same' with stride {strides}; expected stride 1, which torch demands.")
     if padding == "same":
         paddings = [extent // 2 for extent in extents]
     elif padding == "valid":
@@ -207,8 +209,8 @@ def run_pool(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[s
     """Run an average or maximum pool of 1 to 3 spatial dims on this rank's rows.
 
     Raises:
-        MixesRows: If ``ceil_mode``, ``return_indices``, ``divisor_override`` or ``count_include_pad=False``
-            is used.
+        MixesRows: If ``ceil_mode``, ``return_indices``, ``divisor_override``, or with padding
+            ``count_include_pad=False`` is used.
     """
     call = read_pool(func, args, kwargs)
     if call is None:
@@ -220,8 +222,8 @@ def read_pool(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Wi
     """Return the windows of a call of an average or maximum pool; None if its samples are sharded.
 
     Raises:
-        MixesRows: If ``ceil_mode``, ``return_indices``, ``divisor_override`` or ``count_include_pad=False``
-            is used.
+        MixesRows: If ``ceil_mode``, ``return_indices``, ``divisor_override``, or with padding
+            ``count_include_pad=False`` is used.
     """
     name = name_of(func)
     is_max, spatial = name.startswith("max"), int(name[-2])
@@ -240,7 +242,7 @@ def read_pool(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Wi
         return None
     kernels, paddings, dilations = (_sizes_per_dim(value, spatial) for value in (kernel, padding, dilation))
     strides = kernels
-    if stride is not None and stride != []:
+    if stride is not None and stride not in ([], ()):
         strides = _sizes_per_dim(stride, spatial)
     if ceil_mode or unsupported:
         raise mixing_error(

@@ -143,6 +143,7 @@ CASES = {
     "normalize": lambda i: F.normalize(i["clip"], dim=1),
     "batch_norm": lambda i: F.batch_norm(i["image"], i["bias"], i["bias"].square() + 1, i["bias"]),
     "avg_pool2d overlapping": lambda i: F.avg_pool2d(i["image"], 3, stride=1, padding=1),
+    "max_pool2d, no stride": lambda i: F.max_pool2d(i["image"], 2, stride=()),
     "max_pool2d": lambda i: F.max_pool2d(i["image"] - 5, 3, stride=2, padding=1, dilation=2),
     "avg_pool3d": lambda i: F.avg_pool3d(i["clip"], (1, 2, 2)),
     "nearest": lambda i: F.interpolate(i["image"], scale_factor=1.5),
@@ -320,6 +321,7 @@ ERRORS = [
     (lambda rows: torch.empty([rows.shard(torch.ones(8, 8)).shape[0]] * 2).tolist(), RuntimeError, "meta"),
     (lambda rows: [torch.cos, torch.sin][dist.get_rank()](rows.shard(IMAGE)), ValueError, "rank 0 .*cos.* rank 1 "),
     (lambda rows: rows.shard(IMAGE).long().mean(2), RuntimeError, r"mean\(\).*Long"),  # These are PyTorch's own errors.
+    (lambda rows: F.conv2d(rows.shard(IMAGE), torch.zeros(8, 3, 3, 3), None, 2, "same"), ValueError, "stride 1"),
     (lambda rows: F.group_norm(rows.shard(IMAGE), 2), RuntimeError, "channels .*divisible by num_groups"),
     (lambda rows: F.group_norm(rows.shard(IMAGE), 3, torch.ones(1)), RuntimeError, "weight to be a vector"),
 ]
