@@ -2,7 +2,8 @@
 
 The commands call :func:`find_model` before ranks start (`cli/checks.py`, `cli/plan.py`), and each rank
 :func:`build` (`rank.py`, `cli/measurement.py`). `classical.py` and `modular.py` load; requests run in
-`work.py`. Tests: tests/fleet/test_work.py, tests/fleet/test_model_files.py.
+`work.py`. Tests: tests/fleet/test_work.py, tests/fleet/test_model_files.py, tests/fleet/test_modular.py,
+tests/fleet/test_encode_first.py.
 """
 
 from __future__ import annotations
@@ -326,7 +327,7 @@ def _reporting_components(recipe: Recipe) -> AbstractContextManager[None]:
     return report_components(home, [key for key in index if class_in(index, key) is not None])
 
 
-def mesh_shape(pipe: Any) -> dict[str, int]:
+def read_mesh_sizes(pipe: Any) -> dict[str, int]:
     """Return the sizes of the mesh dims of a pipeline by name. The dims ``pipe`` and ``tensor`` are left out
     if 1.
     """

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from para_core.adapters.weights.encoded_prompts import EncodedPrompts
-from para_core.fleet.build import build, mesh_shape
+from para_core.fleet.build import build, read_mesh_sizes
 from para_core.fleet.encode_first import EncodeFirst
 from para_core.fleet.failures import EncodingFailed
 from para_core.fleet.libraries import quiet
@@ -58,9 +58,12 @@ class Rank:
     def __init__(
         self, recipe: Recipe, options: ReplicaOptions = ReplicaOptions(), *, encode_first: bool = False
     ) -> None:
-        if encode_first and options.prompt_bytes:
-            # The phases have a store of encoded prompts of their own, in the same slot of the text encoders.
-            raise ValueError(f"prompt_bytes is {options.prompt_bytes} with encode_first; expected 0.")
+        if encode_first and (options.prompt_bytes or options.loras):
+            # The phases have a store of encoded prompts of their own, in the same slot of the text encoders, and
+            # encode without a LoRA.
+            raise ValueError(
+                f"prompt_bytes is {options.prompt_bytes} and loras {options.loras} with encode_first; expected 0."
+            )
         self._recipe, self._options = recipe, options
         # Without encode_first it is never attached, and encodes_first returns False.
         self._encoder = EncodeFirst(call_pipe)
@@ -83,7 +86,7 @@ class Rank:
         room = self._options.room
         if room is None:
             room = bytes_of_device()
-        return predict_memory(self._pipe, self._recipe, mesh_shape(self._pipe), room)
+        return predict_memory(self._pipe, self._recipe, read_mesh_sizes(self._pipe), room)
 
     def generate(self, request: Request, link: CallerLink = NO_CALLER) -> Result | EncodingFailed | None:
         """Run one request, such as a line of a prompt file. Return the result on the first rank of the

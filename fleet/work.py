@@ -21,7 +21,7 @@ from torch import Tensor
 from para_core.adapters.cache.generation import cache_summary
 from para_core.adapters.registry import mesh_of
 from para_core.distributed.agree import broadcast_bytes
-from para_core.fleet.build import mesh_shape
+from para_core.fleet.build import read_mesh_sizes
 from para_core.fleet.failures import EncodingFailed, describe_exception
 from para_core.fleet.image_files import ImageMode
 from para_core.fleet.modular import call_modular, is_modular
@@ -235,7 +235,7 @@ def make_metadata(pipe: Any, request: Request, recipe: Recipe, seconds: float) -
         "seeds": list(request.seeds),
         "recipe": {**asdict(recipe), "mesh": dict(recipe.mesh)},
         "pipeline": type(pipe).__name__,
-        "mesh": mesh_shape(pipe),
+        "mesh": read_mesh_sizes(pipe),
         "cache": cache,
         "seconds": round(seconds, 3),
         "device": device,

@@ -214,24 +214,25 @@ class Server:
     async def _generate(self, http: HttpRequest) -> Response:
         """Generate images or videos. With ``"stream": true`` the response is server-sent events."""
         is_edit = http.url.path.endswith("/edits")
+        id_, base_url = _id_of(http), None
         request = await self._read(http)
         if is_edit and not request.images:
             takes = " or ".join(self._model.edited_images)
             raise RequestError(400, "invalid_value", f"an edit needs an image; expected field {takes}.")
-        job = self._jobs.start(request, _id_of(http))
-        base_url: str | None = None
         if request.delivery.url:
             base_url = public_address(http)
+        # From here on nothing may raise before the job is in the hands of what ends it.
+        job = self._jobs.start(request, id_)
         if request.delivery.stream:
             # No proxy may keep the events until the response ends (nginx does by default).
             headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
             waiting = asyncio.ensure_future(self._wait(job, http, base_url))
 
-            def end(waiting: asyncio.Future[Result]) -> None:
+            def end(ended: asyncio.Future[Result]) -> None:
                 # Not in _events: if the client has left already, no event is asked for, and it never begins.
                 self._jobs.end(job)
-                if not waiting.cancelled():
-                    waiting.exception()  # Asyncio reports exceptions that nobody has read.
+                if not ended.cancelled():
+                    ended.exception()  # Asyncio reports exceptions that nobody has read.
 
             waiting.add_done_callback(end)
             events = self._events(job, waiting, http, base_url)

@@ -126,9 +126,9 @@ def _entry_of(event: Event) -> RecordEntry | None:
 
 
 def _digests(value: Any) -> tuple[Digest, ...]:
-    """Return the digests of the strided tensors in ``value``, in order."""
+    """Return the digests of the strided tensors in ``value``, in order. Sparse and nested tensors are not compared."""
     tensors = [x for x in leaves_of(value) if isinstance(x, Tensor) and x.layout == torch.strided]
-    return tuple([digest(x) for x in tensors])
+    return tuple([digest(x) for x in tensors if not x.is_nested])
 
 
 def _record_attention(event: AttentionStart | AttentionEnd) -> AttentionRecord:

@@ -57,7 +57,8 @@ class Segment:
     """
 
     name: str
-    total: int  # Number of tokens over all ranks, at least 0; symbolic under torch.compile.
+    # Number of tokens over all ranks, at least 0; symbolic under torch.compile, where a check would be a guard.
+    total: int
     replicated: bool = False
     balanced: bool = False
     together: int = 1  # Length of groups of tokens that stay on one rank; divides ``total``.
@@ -162,7 +163,7 @@ class SequenceLayout:
     ((6, 5), 8)
 
     Raises:
-        TypeError: ``segments`` is no tuple or list of segments.
+        TypeError: ``segments`` is no tuple or list, or one of them is no :class:`Segment`.
         ValueError: There is no segment, or no rank.
     """
 
@@ -177,6 +178,9 @@ class SequenceLayout:
                 )
             # Plans of attention calls are cached by layouts, and a list has no hash.
             object.__setattr__(self, "segments", tuple(self.segments))
+        for segment in self.segments:
+            if not isinstance(segment, Segment):
+                raise TypeError(f"segments has {segment!r}; expected each to be a Segment.")
         if not self.segments:
             raise ValueError("a SequenceLayout needs at least one Segment, got none.")
         if self.ranks < 1:

@@ -112,6 +112,7 @@ def fetch_without_runs(x):
         (lambda: Segment("video", 8, balanced=True, together=2), "balanced=True"),
         (lambda: SequenceLayout((), ranks=2), "Segment"),
         (lambda: SequenceLayout(Segment("image", 4), ranks=2), "segments is a Segment"),
+        (lambda: SequenceLayout(("image",), ranks=2), "segments has 'image'"),
         (lambda: SequenceLayout((Segment("image", 4),), ranks=-3), "ranks >= 1, got -3"),
         (lambda: fetch_without_runs(torch.ones(2, requires_grad=True)), "no run"),
     ],
