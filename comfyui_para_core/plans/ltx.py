@@ -1,8 +1,8 @@
 """Plans of LTX-Video and LTX-2. Compared with ComfyUI 0.33.0, ``comfy/ldm/lightricks``.
 
 ``COMFYUI=path python -m benchmarks.comfyui.classes --only NAME`` compares them. ``make test`` has no ComfyUI: it
-checks only that the names of blocks, streams and conditions agree in the plan and the block stack of LTX-Video
-(tests/comfyui/test_pack.py). `plans/__init__.py` finds the plans here.
+checks only that the names of blocks, streams and conditions agree in the plan and the block stack of LTX-Video, and
+which timesteps LTX-2 refuses (tests/comfyui/test_pack.py). `plans/__init__.py` finds the plans here.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ LTX2 = RecordedPlan(
         *("x", "timestep", "a_timestep", "context"),
         "attention_mask",  # of the text, as in LTX-Video, with which it was compared
         "frame_rate",  # read before the tokens are split, for the positions of all
-        # Read before the cut, for timesteps of tokens, which are refused below; and before the tokens are split. The
-        # keyframe_idxs of LTX-Video are missing: they come with a denoise_mask.
+        # Read before the tokens are split; it gives each token a timestep, which is refused below. So would the
+        # keyframe_idxs of LTX-Video, which come with a denoise_mask: they are not accepted here.
         "denoise_mask",
     ),
     adapter=Adapter(

@@ -333,7 +333,7 @@ def test_a_subclass_has_no_plan_of_its_base_class():
 
 
 def test_arguments_are_brought_into_the_form_of_a_plan_or_refused():
-    from comfyui_para_core.plans import cosmos, flux, joint_attention, wan
+    from comfyui_para_core.plans import cosmos, flux, joint_attention, ltx, wan
 
     model = mock.Mock(patch_size=(1, 2, 2), patch_temporal=2, ref_conv=torch.nn.Identity())
     call = {"x": torch.zeros(1, 4, 3, 4, 5), "timestep": torch.arange(3.0)[None], "timesteps": torch.ones(1)}
@@ -342,6 +342,8 @@ def test_arguments_are_brought_into_the_form_of_a_plan_or_refused():
     assert cosmos.COSMOS_PREDICT2.prepare(model, call)["timesteps"].tolist() == [[1.0, 1.0]]
     call = {"ref_latents": [0], "ref_latents_method": "index_timestep_zero", "control": {}}
     assert all(refusal(model, call) for refusal in flux.FLUX.refusals) and len(flux.FLUX.refusals) == 2
+    (refusal,) = ltx.LTX2.refusals
+    assert [bool(refusal(model, {"timestep": torch.ones(1, number)})) for number in (1, 3)] == [False, True]
     call = {"context": torch.ones(1, 5, 2), "attention_mask": torch.arange(5)[None] < 3, "num_tokens": 3}
     assert joint_attention.MOCHI.prepare(model, call)["context"].shape[1] == 3
 
