@@ -3,7 +3,8 @@
 :mod:`para_core.kernels.attention_launch` launches it, after :meth:`KernelCall.prepare` has brought the
 arguments into the form that the kernel reads; :mod:`para_core.kernels.attention_reference` is the reference.
 Tests: tests/kernels/test_attention.py for the numbers, in Triton's interpreter (marked ``slow``: not in
-``make check``), and test_compiled.py for registers and spills on each GPU.
+``make check``), and tests/kernels/test_compiled.py for registers and spills on each GPU. ``make gpu-check`` times it
+on a GPU: run it before and after a change.
 
 One program computes BLOCK_M queries of one head. It visits the keys in tiles of BLOCK_N with an online
 softmax (FlashAttention-2, arXiv:2307.08691). The softmax has base 2: scores are multiplied by log2(e), so

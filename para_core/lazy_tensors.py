@@ -51,7 +51,7 @@ class LazySource(Protocol):
         """Return an ordinary tensor with the data. May wait, and may be a collective call.
 
         It is the same object at each call, because operators in place, and code that keeps it, change or
-        compare this tensor.
+        compare this tensor. Afterwards :attr:`is_ready` is true.
         """
 
     def postpone(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -153,7 +153,7 @@ class LazyTensor(Tensor):
 
     # The methods below read data without the dispatcher, so __torch_dispatch__ does not intercept them. A
     # lazy tensor itself has no memory: its own data_ptr() is 0, and whoever reads DLPack from it reads from
-    # there.
+    # there. Those that hand out the memory, which may then be written to, run the readers of the old data first.
 
     def data_ptr(self) -> int:
         return _hand_out(self).data_ptr()

@@ -89,6 +89,8 @@ def apply_cache_on_pipe(
         agreement = together(mesh, "the cache could not be applied")
     if per_transformer is None:
         per_transformer = {}
+    # Everything is put back after the agreement has raised on all ranks: first the settings of the caches, which
+    # only their own undo knows, then the slots.
     with restore_on_failure(instances_in(pipe)), ExitStack() as rollback:
         with agreement:
             caches = _resolve(pipe, adapter, per_transformer, options)
@@ -170,6 +172,7 @@ def apply_cache_on_transformer(
         ValueError: An option is out of range, excludes another one, needs a schedule, or leaves no block to
             skip; ``rule`` is given without a threshold of its own; or the transformer lacks the blocks or
             arguments that its adapter names, or has a cache of diffusers.
+        RuntimeError: A call of the model is running with a cache of a pipeline that skips other blocks.
     """
     check_pipeline_or_model("model", transformer, "apply_cache_on_pipe takes a pipeline.")
     module = uncompiled(transformer)

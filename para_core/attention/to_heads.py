@@ -1,8 +1,9 @@
 """The swap of all heads of this rank's tokens for this rank's heads of all tokens of its Ulysses group.
 
-One direction of :mod:`.swap`; :class:`~para_core.attention.ulysses.UlyssesPlan` makes it for query, key and
-value, for a mask, and for the gradient of the output. Tests: tests/attention/test_exactness.py, and
-test_traffic.py and test_launches.py there for bytes, copies and launches.
+One direction of :mod:`.swap`, which explains tables, rows and regions: read it first.
+:class:`~para_core.attention.ulysses.UlyssesPlan` makes it for query, key and value, for a mask, and for the
+gradient of the output. Tests: tests/attention/test_exactness.py, and tests/attention/test_traffic.py and
+tests/attention/test_launches.py for bytes, copies and launches.
 """
 
 from __future__ import annotations
@@ -72,7 +73,8 @@ class ToHeads(Swap):
         return pack
 
     def _choose_unpack(self, shapes: SwapSizes, dtype: torch.dtype, *, by_kernel: bool) -> Unpack:
-        # One table needs no kernel: the results are views of it, or of one concatenation of its rows.
+        # One table needs no kernel: the results are views of it, or of one concatenation of its rows. The gradient of
+        # the output, which alone is an exchange with ``replicated``, is one table, and its wire needs no regions.
         if self.wire.needs_regions or (by_kernel and len(shapes.tables) > 1):
             return self._regions_unpacker(shapes, dtype)
         parts = [self._split_by_rows(members) for members in shapes.tables]

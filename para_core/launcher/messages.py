@@ -1,7 +1,9 @@
 """Contents of the messages between the caller and its ranks.
 
 How they travel is in ``wire.py``. The caller sends LoadJob, Call and CallbackReply; ranks send Outcome,
-RankError and CallbackArguments. Tests: tests/launcher/test_calls.py, tests/launcher/test_callbacks.py.
+RankError and CallbackArguments. The head of a message is a tuple that begins with its kind: ``rank.py`` has those
+that a rank reads, ``running_call.py`` those that it sends. Tests: tests/launcher/test_calls.py,
+tests/launcher/test_callbacks.py.
 """
 
 from __future__ import annotations

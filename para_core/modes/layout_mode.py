@@ -1,7 +1,8 @@
 """The base class of the attention modes: it determines which tokens of queries, keys and masks each rank holds.
 
 Only :mod:`.unified` derives from it. The arithmetic is in :mod:`.inference`, sharding and gathering of
-tensors in :mod:`.sharding_mode`. Tests: tests/modes/test_unified.py, tests/attention/test_inputs.py.
+tensors in :mod:`.sharding_mode`. Tests: tests/modes/test_unified.py, tests/modes/test_inference.py,
+tests/modes/test_flex_attention.py for masks of blocks, tests/attention/test_inputs.py.
 """
 
 from __future__ import annotations

@@ -113,8 +113,8 @@ _FUNCTIONS: list[tuple[Callable[..., Any], Route]] = []
 _OPERATORS: list[tuple[Callable[[Any], bool], Route]] = []
 _NEEDS_MODE: list[Callable[[nn.Module], bool]] = []
 _EXPLANATIONS: list[Callable[[BaseException | None], None]] = []
-# UnifiedAttnMode and the plans loop over this list themselves, which saves a Python call in each attention
-# call.
+# modes/unified.py, plans/interception.py and plans/planned_attention.py loop over this list themselves, which saves
+# a Python call in each attention call.
 RECOMPUTATION: list[Recomputation] = []
 # The code of the functions that run a whole call of a model with a plan. A stack is searched up to them.
 PLANNED_CALLS: set[CodeType] = set()
@@ -134,6 +134,7 @@ def register_operator(matches: Callable[[Any], bool], route: Route) -> None:
     Raises:
         RuntimeError: An operator was looked up before: the result is kept, and graphs take it for a constant.
     """
+    # Functions, masks and explanations are looked up in each call, outside of graphs, so these need no such check.
     if _index_of_operator.cache_info().currsize:
         raise RuntimeError("register operators on import, before the first call of a model.")
     _OPERATORS.append((matches, route))

@@ -64,7 +64,8 @@ def apply_plan(
             very module.
 
     Raises:
-        ValueError: The plan names a module that does not exist.
+        ValueError: The plan names a module that does not exist. Not on one rank, if nothing is applied there; an
+            earlier plan is removed then, too.
     """
     earlier = region_of(module)
     with ExitStack() as earlier_stays:

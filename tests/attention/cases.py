@@ -209,9 +209,6 @@ def own_attention(query, key, value, *, attn_mask, dropout_p, is_causal, scale):
     return scores.softmax(-1) @ value, scores.logsumexp(-1)
 
 
-# -- On ranks.
-
-
 def compiled_sdpa(compile_with: str | None) -> Any:
     """Return a new function in each call, because functions with the same code would share compiled graphs."""
 
@@ -250,9 +247,6 @@ def attend(cases, ring, ulysses, learns, compile_with, options):
 def _grads(inputs: list[Tensor]) -> list[Tensor]:
     # torch gives no gradient to the mask of empty attention.
     return [torch.zeros_like(x) if x.grad is None else x.grad for x in inputs if x.requires_grad]
-
-
-# -- The oracle.
 
 
 def check_all(rank_pool, cases, ring, ulysses, *, learns=False, compile_with=None, run=attend, **options):

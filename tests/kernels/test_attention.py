@@ -305,9 +305,6 @@ def test_nonfinite_element_is_seen(bad, which):
     assert lse[0, 1, 3].isnan()
 
 
-# -- Among the backends.
-
-
 def test_call_falls_back_if_gradients_are_saved():
     query, key, value = with_outliers(9, 20, batch=1)
 

@@ -94,8 +94,6 @@ def compiled_by(call: Callable[[], Any], arch: int) -> list[Compiled]:
     return found
 
 
-# -- Tensors of a launch.
-
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 # Rows of a mask of so many keys begin at any byte.
 TOKENS, HEADS = 4097, 24
@@ -112,9 +110,6 @@ def heads(dim, dtype=BF16):
 
 def lse():
     return empty(2, HEADS, TOKENS)
-
-
-# -- The small kernels.
 
 
 def exchange(dims, dtype, *, packs, to=None):
@@ -187,8 +182,6 @@ def test_small_kernel_fits_and_moves_16_bytes_at_once(name, arch):
             assert ("st.global.b32" if rounds and not unpacks else "st.global.v4.b32") in compiled.ptx
 
 
-# -- Products.
-
 # By name: the dtype, the number of inputs of a linear layer, and whether the weight is a matrix on the right.
 PRODUCTS = {
     "bfloat16": (BF16, 3072, False),
@@ -222,8 +215,6 @@ def test_product_fits_and_is_one_kernel_for_all_numbers_of_rows(name, arch):
     # Blocks are copied while others are multiplied, 16 bytes at once.
     assert "cp.async.cg.shared.global" in compiled.ptx
 
-
-# -- Attention.
 
 # Name: (inputs that the block sizes depend on, further ones, bytes of a thread that may spill with head dims up to 128,
 # and above: as measured when the rows of the table were chosen).

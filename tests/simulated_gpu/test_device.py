@@ -110,9 +110,6 @@ def test_device_refuses_what_a_gpu_refuses_and_nothing_else(gpu_ranks):
         assert words in faults if words else not faults, (name, faults)
 
 
-# -- Collectives.
-
-
 def changed_in_flight(x: Tensor, out: Tensor, rank: int) -> None:
     work = dist.all_to_all_single(out, x, async_op=True)
     x.zero_()

@@ -87,9 +87,6 @@ class Outcome:
     error: float = 0.0
 
 
-# -- On one process.
-
-
 def _initial_latents(pipe: Any, case: Case) -> list[Any]:
     """Return the latents that ``prepare_latents`` draws in each call."""
     drawn, draw = [], pipe.prepare_latents
@@ -177,9 +174,6 @@ def _apply_cache(pipe: Any, case: Case, threshold: float) -> None:
 def _pipefusion(case: Case) -> PipeFusion | None:
     patches = {"exact-stages": None, "patches2": 2, "patches3": 3}[case["pipefusion"]]
     return None if patches is None else PipeFusion(patches)
-
-
-# -- On ranks.
 
 
 def _mesh(case: Case) -> DeviceMesh | None:
@@ -292,9 +286,6 @@ def described(error: BaseException) -> Raised:
     where = f"{Path(last.filename).name}:{last.lineno}"
     clear = type(error) in _CLEAR_KINDS and ours and not _OBSCURE.search(str(error))
     return Raised(type(error).__name__, str(error), where, clear, trace)
-
-
-# -- The verdict.
 
 
 def run(case: Case, pool: RankPool) -> Outcome:
