@@ -82,6 +82,7 @@ class Option:
         is_checked: Whether :func:`check_options` checks type and limits. If not, the function that takes the
             option must.
         needs_ranks: Whether the option does something on several ranks only.
+        needs_transformer: Whether the option is refused for denoisers that are no transformers, such as UNets.
         command: The option of ``para_core``. None if the command has none.
     """
 
@@ -96,6 +97,7 @@ class Option:
     at_most: float = math.inf
     is_checked: bool = True
     needs_ranks: bool = False
+    needs_transformer: bool = True
     command: Command | None = None
 
 

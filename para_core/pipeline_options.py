@@ -161,6 +161,7 @@ class PipelineChoices(AttentionChoices):
             "Whether the autoencoders of images and of sound run on all ranks as well, as with `parallelize_vae`.",
             page="vae.md",
             needs_ranks=True,
+            needs_transformer=False,
             command=Command("Run the VAE on all ranks.", "", PIPELINE, opposite=True),
         ),
     ] = False
@@ -177,6 +178,7 @@ class PipelineChoices(AttentionChoices):
             page="weights.md#text-encoders",
             none="to leave them as they are",
             needs_ranks=True,
+            needs_transformer=False,
             command=Command("replicate, fsdp, offload or first.", "HOW", PIPELINE),
         ),
     ] = None
@@ -189,6 +191,7 @@ class PipelineChoices(AttentionChoices):
             default="unchanged",
             page="weights.md#text-encoders",
             none="to leave them as they are",
+            needs_transformer=False,
             command=Command("replicate, offload or first.", "HOW", PIPELINE),
         ),
     ] = None

@@ -24,16 +24,12 @@ from para_core.attention.attention_options import AttnOptions
 from para_core.attention.backends.added import check_library
 from para_core.attention.schedule import AttentionSchedule
 from para_core.call_checks import check_comparable
-from para_core.declared_options import Option, check_options, values_of
+from para_core.declared_options import Option, check_options, declarations, values_of
 from para_core.distributed.mesh import GuidedMesh
 from para_core.distributed.timeouts import as_timedelta
 from para_core.option_values import METHOD_WITH_BITS, RotateMethod
 from para_core.pipeline_options import AttentionChoices, PipelineChoices
 from para_core.weights.pipefusion_options import PipeFusion
-
-# Options that also apply to denoisers without a transformer, such as UNets. Another option, also a new one, is
-# refused for them. weights= applies to them as well, except for "tensor".
-_OF_ALL_DENOISERS = frozenset({"mesh", "assume_equal", "timeout", "vae", "vae_placement", "text_encoders"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +54,7 @@ class TransformerOptions(AttentionChoices):
             page="pipelines.md#which-mesh",
             # Checked with the ranks that it names.
             is_checked=False,
+            needs_transformer=False,
         ),
     ] = None
     text: Annotated[
@@ -89,6 +86,7 @@ class TransformerOptions(AttentionChoices):
             "Whether to skip the comparison of arguments over the ranks, made once per call. Arguments "
             "that differ then give wrong results or a hang. Random numbers are those of the first rank in "
             "both cases.",
+            needs_transformer=False,
         ),
     ] = False
     comm_dtype: Annotated[
@@ -196,6 +194,7 @@ class ParallelOptions(TransformerOptions, PipelineChoices):
             page="several_nodes.md#time-outs",
             # Checked by as_timedelta.
             is_checked=False,
+            needs_transformer=False,
         ),
     ] = None
     weights: Annotated[
@@ -205,6 +204,7 @@ class ParallelOptions(TransformerOptions, PipelineChoices):
             "How weights are distributed: sharded as by `shard_weights(pipe, mesh, method=weights)`, or all of them on "
             "every rank. Defaults to leaving them as they are, sharded or not.",
             default="unchanged",
+            needs_transformer=False,  # except for "tensor", see transformer_options
             page="weights.md",
             none="to leave them as they are",
         ),
@@ -262,11 +262,9 @@ class ParallelOptions(TransformerOptions, PipelineChoices):
     @property
     def transformer_options(self) -> dict[str, object]:
         """The options that the user gave and that apply to transformers only, by name."""
-        options = values_of(self, ParallelOptions)
-        if self.weights != "tensor":
-            del options["weights"]
-        return {
-            name: value
-            for name, value in options.items()
-            if name not in _OF_ALL_DENOISERS and value is not None and value is not False
-        }
+        names = [each.name for each in declarations(ParallelOptions) if each.option.needs_transformer]
+        if self.weights == "tensor":
+            names.append("weights")
+        values = values_of(self, ParallelOptions)
+        given = {name: values[name] for name in names}
+        return {name: value for name, value in given.items() if value is not None and value is not False}
