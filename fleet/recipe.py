@@ -272,6 +272,8 @@ def on_one_rank(recipe: Recipe) -> Recipe:
     ``pipefusion`` stays, because one rank computes the same approximation (docs/stages.md).
     """
     defaults = {each.name: each.default for each in declarations(Recipe) if each.option.needs_ranks}
+    if recipe.text_encoders == "fsdp":
+        defaults["text_encoders"] = None
     return replace(recipe, mesh=(), **defaults)
 
 
