@@ -306,8 +306,10 @@ class CachesOfCall:
                 shards more than one segment.
         """
         caches = _caches_in([*arguments, output])
+        if not caches:
+            return
         sharded = [segment for segment in segments if not segment.replicated]
-        if not (caches and sharded):
+        if not sharded:
             return
         if len(sharded) > 1:
             names = [segment.name for segment in sharded]
