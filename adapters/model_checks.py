@@ -2,9 +2,9 @@
 
 Before it is loaded, of its class (``fleet/build.py``, which calls :func:`check_component_classes`; tested by
 tests/fleet/test_model_files.py); before it is changed, of its class and of what is around it
-(``check_parallelize`` in ``adapters/compatibility/checks.py``, ``check_cache`` in ``adapters/cache/checks.py``
-and others); and before each call of a parallel pipeline, that nobody replaced the model or its plan
-(``check_parallel_call``).
+(``check_parallelize`` in ``adapters/compatibility/checks.py``, ``check_cache`` in
+``adapters/cache/checks.py`` and others); and before each call of a parallel pipeline, that nobody replaced
+the model or its plan (``check_parallel_call``).
 
 ``benchmarks/refusals.py`` lists on docs/refusals.md each check that one of these phases calls by its name, if
 its docstring begins with "Refuse". It takes the error and the advice from its ``raise`` statements as they are

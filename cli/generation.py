@@ -133,8 +133,8 @@ def make_task(
 def _read_lines(
     model: PipelineInfo, common: dict[str, Any], seed: int, prompts: Path | None
 ) -> tuple[list[Line], list[Problem]]:
-    """Return the lines of the file ``prompts``, and a problem for each invalid one. Without a file, ``common``
-    are the fields of the only line.
+    """Return the lines of the file ``prompts``, and a problem for each invalid one. Without a file,
+    ``common`` are the fields of the only line.
 
     Raises:
         typer.BadParameter, ValueError: An option is invalid.

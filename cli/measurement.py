@@ -271,8 +271,8 @@ def _read_peak_memory() -> dict[str, int | None]:
 
 def count_run(pipe: Any, request: Request) -> dict[str, Any]:
     """Generate once, and return the launches, collectives and bytes sent of this rank, in total and per step.
-    A collective call. The figures per step are None if the pipeline has no callback, or only one step. Compiled
-    modules run eagerly here.
+    A collective call. The figures per step are None if the pipeline has no callback, or only one step.
+    Compiled modules run eagerly here.
 
     The figures per step are means without the first step, in which ranks also exchange shapes.
     """

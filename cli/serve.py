@@ -289,8 +289,8 @@ class _Shape:
 
 
 def _warmup_request(model: PipelineInfo, shape: _Shape, delivery: Delivery) -> Request:
-    """Return a request of two steps for results of this shape, with a white image of its size in each required
-    field. A pipeline that takes no width and height chooses them by that image.
+    """Return a request of two steps for results of this shape, with a white image of its size in each
+    required field. A pipeline that takes no width and height chooses them by that image.
     """
     fields: dict[str, Any] = dict.fromkeys(model.required, "blank")
     if "width" in model.fields or not model.required:

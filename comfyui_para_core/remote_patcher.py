@@ -53,8 +53,8 @@ def load_remote(path: str, options: dict[str, Any], settings: Settings) -> Remot
 def _cut_model(model: Any, ranks: ModelRanks) -> None:
     """Let ``model``, a BaseModel of ComfyUI, compute its diffusion model on ``ranks``.
 
-    Each call of the model refuses changes that do not reach the ranks, because nodes may change a patcher until
-    a sampler uses it.
+    Each call of the model refuses changes that do not reach the ranks, because nodes may change a patcher
+    until a sampler uses it.
     """
     diffusion_model = model.diffusion_model
     name = cut_method_of(type(diffusion_model))
@@ -96,8 +96,8 @@ def _patcher_of(model: Any) -> Any:
 def _make_remote_method(model: Any, ranks: ModelRanks, method: str) -> Callable[..., Any]:
     """Return a function that calls ``method`` of the diffusion model on the ranks.
 
-    It checks nothing: these methods read weights alone, whose patches reach the ranks, and a call of the model
-    follows, which refuses everything else.
+    It checks nothing: these methods read weights alone, whose patches reach the ranks, and a call of the
+    model follows, which refuses everything else.
     """
 
     def call(*args: Any, **kwargs: Any) -> Any:

@@ -248,8 +248,8 @@ def build_unmodified(recipe: Recipe) -> Any:
     compilation.
 
     LoRAs and quantization are applied. If the recipe shards weights or keeps them in host memory, diffusers'
-    model offload is enabled, because all weights may not fit on this rank's GPU. A modular pipeline has no such
-    offload, and is on the GPU with all weights.
+    model offload is enabled, because all weights may not fit on this rank's GPU. A modular pipeline has no
+    such offload, and is on the GPU with all weights.
     """
     device = _device_type()
     offload: Offload | None = None

@@ -46,8 +46,8 @@ class Ranks(Protocol):
     def start(self) -> None:
         """Load the object on all ranks, unless they hold it. A collective call of torchrun's ranks.
 
-        Raise RankDied if a rank ends, and what loading raises: :class:`LaunchedRanks` raises RankDied with its
-        message, because they have ended their processes.
+        Raise RankDied if a rank ends, and what loading raises: :class:`LaunchedRanks` raises RankDied with
+        its message, because they have ended their processes.
         """
 
     def call(
@@ -133,8 +133,8 @@ class LaunchedRanks:
     def call(
         self, method: Any, *args: Any, listener: Listener | None = None, ticket: Ticket | None = None
     ) -> Any:
-        """Call ``method`` as :meth:`Ranks.call`, or a function that gets the object first. Starts the ranks if
-        none run.
+        """Call ``method`` as :meth:`Ranks.call`, or a function that gets the object first. Starts the ranks
+        if none run.
         """
         try:
             return self._state.call(ticket or Ticket(), method, args, {}, listener=listener)

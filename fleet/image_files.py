@@ -83,9 +83,9 @@ def _turn_upright(image: Any) -> Any:
 def read_images(name: str, value: str | list[str], read: Callable[[str], bytes] | None) -> tuple[bytes, ...]:
     """Return the contents of the image files that ``value`` names, in the field ``name`` of a request.
 
-    ``read`` returns the contents for one item of ``value``, which it has checked by :func:`open_image`: a path
-    for a command (:func:`read_image_file`), a form's file or base64 for the server. It is None if the caller
-    takes no images.
+    ``read`` returns the contents for one item of ``value``, which it has checked by :func:`open_image`: a
+    path for a command (:func:`read_image_file`), a form's file or base64 for the server. It is None if the
+    caller takes no images.
 
     Raises what ``read`` raises, too.
 

@@ -35,7 +35,9 @@ def warnings_of(request: Request, model: PipelineInfo) -> tuple[str, ...]:
     if "true_cfg_scale" in model.fields and model.pipeline not in _BY_GUIDANCE_SCALE:
         return _warn_of_true_guidance(request, model, negative)
     scale = _read_scale(request.fields, model, "guidance_scale")
-    other_scale = _read_scale(request.fields, model, "audio_guidance_scale") or 0.0
+    # Kandinsky's combined pipelines pass the text to their prior.
+    others = ("audio_guidance_scale", "prior_guidance_scale")
+    other_scale = max(_read_scale(request.fields, model, name) or 0.0 for name in others)
     least = 1.0
     if model.pipeline.startswith(_ADDED_GUIDANCE):
         least = 0.0

@@ -1,9 +1,9 @@
 """Descriptions of models without their weights: the pipeline, and the fields of a request, which its call
 has.
 
-``find_model`` of `build.py` makes a :class:`PipelineInfo` of a class, `modular.py` one of a modular pipeline, and
-`cli/checks.py` a draft of one from the source, before diffusers is imported. `request_schema.py` makes the
-schema of its fields. Tests: tests/fleet/test_model_files.py, tests/fleet/test_fields.py.
+``find_model`` of `build.py` makes a :class:`PipelineInfo` of a class, `modular.py` one of a modular pipeline,
+and `cli/checks.py` a draft of one from the source, before diffusers is imported. `request_schema.py` makes
+the schema of its fields. Tests: tests/fleet/test_model_files.py, tests/fleet/test_fields.py.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _IMAGE_PARAMETERS = (
 )
 # Parameters of a pipeline's call that a request may not set, because the command or server sets them itself.
 _SET_BY_CALLER = ("self", "generator", "output_type", "return_dict", "args", "kwargs")
-# Names of tensors: "prompt_embeds_2" and "prompt_attention_mask_2", but not "prompt_embeds_scale", a number, or
-# "padding_mask_crop", pixels.
+# Names of tensors: "prompt_embeds_2" and "prompt_attention_mask_2", but not "prompt_embeds_scale", a number,
+# or "padding_mask_crop", pixels.
 _TENSORS = re.compile(r"latents|_embeds(?!_scale)|_embeddings?$|_mask(_\d)?$|_cu_seqlens$|_hidden_states$")
 
 # This folder exists in a checkout of the repository, but not in an installed package.

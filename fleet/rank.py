@@ -59,8 +59,8 @@ class Rank:
         self, recipe: Recipe, options: ReplicaOptions = ReplicaOptions(), *, encode_first: bool = False
     ) -> None:
         if encode_first and (options.prompt_bytes or options.loras):
-            # The phases have a store of encoded prompts of their own, in the same slot of the text encoders, and
-            # encode without a LoRA.
+            # The phases have a store of encoded prompts of their own, in the same slot of the text encoders,
+            # and encode without a LoRA.
             raise ValueError(
                 f"prompt_bytes is {options.prompt_bytes} and loras {options.loras} with encode_first; expected 0."
             )

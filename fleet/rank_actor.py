@@ -54,8 +54,8 @@ class RankActor:
         self._store: Any = None  # of open_store, on the first rank only; None on others
         self._last_words: LastWords | None = None
         self._log = LogRelay()
-        # The threads of the group CONTROL add to _cancelled (cancel) and read the other two (progress); the thread
-        # of generate_batch reads and removes the entries of _cancelled, and writes the other two.
+        # The threads of the group CONTROL add to _cancelled (cancel) and read the other two (progress); the
+        # thread of generate_batch reads and removes the entries of _cancelled, and writes the other two.
         self._steps_done: dict[str, int] = {}  # of running requests, by id
         # Numbers of batches and ids of requests. A cancel that arrives after its batch stays here, without effect.
         self._cancelled: set[tuple[int, str]] = set()
@@ -160,8 +160,8 @@ class RankActor:
         return self._steps_done.get(id_, 0), self._previews.get(id_, [])[sent:]
 
     def cancel(self, id_: str, number: int) -> None:
-        """Cancel the request ``id_`` of the batch ``number`` after its current step. Called on the first rank,
-        whose answer decides for all.
+        """Cancel the request ``id_`` of the batch ``number`` after its current step. Called on the first
+        rank, whose answer decides for all.
 
         The call may arrive before that of :meth:`generate_batch`, which waits while the rank still runs an
         abandoned batch, so an unknown id is kept. It may also arrive after the batch has ended; the number

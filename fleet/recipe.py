@@ -168,9 +168,9 @@ class Recipe(PipelineChoices):
         """16 hex digits. Recipes with the same have results that are equal up to rounding; some others have,
         too.
 
-        :func:`~para_core.fleet.result_files.choose_names` finds finished files by it. So a new option that changes
-        results must be added, and only if it is set, or files of earlier versions would be generated again.
-        tests/fleet/test_recipe.py lists the options that change results, and those that do not.
+        :func:`~para_core.fleet.result_files.choose_names` finds finished files by it. So a new option that
+        changes results must be added, and only if it is set, or files of earlier versions would be generated
+        again. tests/fleet/test_recipe.py lists the options that change results, and those that do not.
         """
         # A threshold of 0 skips no step, as no cache does.
         cache = self.cache or None
@@ -271,7 +271,12 @@ def on_one_rank(recipe: Recipe) -> Recipe:
 
     ``pipefusion`` stays, because one rank computes the same approximation (docs/stages.md).
     """
-    defaults = {each.name: each.default for each in declarations(Recipe) if each.option.needs_ranks}
+    options = [
+        each
+        for each in declarations(Recipe)
+        if each.option.needs_ranks or getattr(recipe, each.name) == "fsdp"
+    ]
+    defaults = {each.name: each.default for each in options}
     return replace(recipe, mesh=(), **defaults)
 
 

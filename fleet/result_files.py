@@ -273,8 +273,8 @@ def delete_temporary_files(folder: Path, name: str) -> None:
 
 @contextmanager
 def lock_folder(folder: Path) -> Iterator[None]:
-    """Lock ``folder`` inside this context against other commands of this machine. Delete the leftover temporary
-    files of ``para_core generate``.
+    """Lock ``folder`` inside this context against other commands of this machine. Delete the leftover
+    temporary files of ``para_core generate``.
 
     On a file system without locks, nothing is locked and nothing deleted.
 

@@ -96,8 +96,8 @@ def generate_batch(
 def _make_results(
     pipe: Any, requests: Sequence[Request], recipe: Recipe, output: Any, seconds: float
 ) -> list[Result | EncodingFailed]:
-    """Return the result of each request from the ``output`` of a call that took ``seconds``, or EncodingFailed
-    for a request whose files cannot be encoded, and for every one if the output lacks samples.
+    """Return the result of each request from the ``output`` of a call that took ``seconds``, or
+    EncodingFailed for a request whose files cannot be encoded, and for every one if the output lacks samples.
 
     Nothing is raised, because only the first rank calls it. If it raised alone, all ranks would be ended, and
     the other requests of the batch would have no result.

@@ -3,8 +3,8 @@
 :mod:`para_core.kernels.attention_launch` launches it, after :meth:`KernelCall.prepare` has brought the
 arguments into the form that the kernel reads; :mod:`para_core.kernels.attention_reference` is the reference.
 Tests: tests/kernels/test_attention.py for the numbers, in Triton's interpreter (marked ``slow``: not in
-``make check``), and tests/kernels/test_compiled.py for registers and spills on each GPU. ``make gpu-check`` times it
-on a GPU: run it before and after a change.
+``make check``), and tests/kernels/test_compiled.py for registers and spills on each GPU. ``make gpu-check``
+times it on a GPU: run it before and after a change.
 
 One program computes BLOCK_M queries of one head. It visits the keys in tiles of BLOCK_N with an online
 softmax (FlashAttention-2, arXiv:2307.08691). The softmax has base 2: scores are multiplied by log2(e), so
@@ -252,8 +252,8 @@ def attention_kernel(
       of 32 keys, for which BLOCK_N is a multiple of 32. With MASK_HAS_ROWS, ``mask`` has a row for each
       query.
     - With EIGHT_BITS, key_scales is ``[B, H_kv, S_k]`` and key_mean ``[B, H_kv, D_END]``, float32, contiguous.
-    - BLOCK_N keys of a head, and its values, lie within 2³¹ elements: offsets inside a tile are int32, those of tiles
-      int64. For the columns of a mask, nothing checks it.
+    - BLOCK_N keys of a head, and its values, lie within 2³¹ elements: offsets inside a tile are int32, those
+      of tiles int64. For the columns of a mask, nothing checks it.
     """
     num_tiles = tl.cdiv(num_queries, BLOCK_M)
     tile = tl.program_id(0) % num_tiles

@@ -47,8 +47,8 @@ class RoundedKeys(NamedTuple):
 def check_tensors(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> None:
     """Raise ``TypeError`` or ``ValueError`` if the kernel does not support the dtypes or shapes of these tensors.
 
-    Nothing checks devices, nor ``key_ranges`` and ``so_far``, which callers make for these tensors: with other
-    shapes the kernel would read other memory.
+    Nothing checks devices, nor ``key_ranges`` and ``so_far``, which callers make for these tensors: with
+    other shapes the kernel would read other memory.
     """
     if query.dtype not in DTYPES or key.dtype != query.dtype or value.dtype != query.dtype:
         raise TypeError(
@@ -158,8 +158,8 @@ def _with_contiguous_rows(x: Tensor) -> Tensor:
 
 
 def _readable(mask: Tensor | None) -> tuple[Tensor | None, str]:
-    """Return ``mask`` in a dtype that the kernel reads, and the kernel's constant MASK for it: int32 words of bits,
-    bytes for bool, floats up to 32 bits. A float64 mask is copied, the others are views.
+    """Return ``mask`` in a dtype that the kernel reads, and the kernel's constant MASK for it: int32 words of
+    bits, bytes for bool, floats up to 32 bits. A float64 mask is copied, the others are views.
     """
     if mask is None:
         return None, "none"
@@ -211,8 +211,8 @@ def split_head_dim(dim: int, *, least: int = 16) -> tuple[int, int]:
 
 
 def split_value_dim(dim: int, config: Config) -> tuple[int, int]:
-    """Split a head dim of values like :func:`split_head_dim`, and a single block also if :attr:`Config.split_values`
-    demands it.
+    """Split a head dim of values like :func:`split_head_dim`, and a single block also if
+    :attr:`Config.split_values` demands it.
     """
     first, rest = split_head_dim(dim)
     # Two blocks stay as they are: the kernel reads no third one, and the first is then at most 128 wide, the

@@ -1,7 +1,7 @@
 """Convert numbers to int8 and to float8_e4m3fn in Triton.
 
-GPUs before sm_89 have no float8 instructions, so float8 uses integer operations. pack.py and the attention in 8
-bits call these functions. Tests: tests/kernels/test_pack.py and tests/kernels/test_attention.py.
+GPUs before sm_89 have no float8 instructions, so float8 uses integer operations. pack.py and the attention in
+8 bits call these functions. Tests: tests/kernels/test_pack.py and tests/kernels/test_attention.py.
 """
 
 from __future__ import annotations

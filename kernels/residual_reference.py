@@ -1,5 +1,5 @@
-"""Reference, in plain PyTorch: the change of a residual between steps, and a sum of hidden states and residuals.
-Tests: tests/kernels/test_small_kernels.py.
+"""Reference, in plain PyTorch: the change of a residual between steps, and a sum of hidden states and
+residuals. Tests: tests/kernels/test_small_kernels.py.
 """
 
 from __future__ import annotations

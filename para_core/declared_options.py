@@ -165,8 +165,8 @@ class Declaration:
 
         Raises:
             TypeError: ``value`` is of another type than the option, or NaN.
-            ValueError: ``value`` is an unknown name, or a number beyond the limits. Of an option that takes only
-                names any other value is an unknown name.
+            ValueError: ``value`` is an unknown name, or a number beyond the limits. Of an option that takes
+                only names any other value is an unknown name.
         """
         if not self.accepts(value):
             message = f"{self.name} is {value!r}; expected {self.expected}."

@@ -43,8 +43,8 @@ if TYPE_CHECKING:
 else:
     # Options are validated by their types at run time.
     Backend = Literal[BACKENDS]
-# Approximate backends, each with what replaces it in calls that require a gradient; None if PyTorch chooses, also
-# because the line of the exact form above was removed.
+# Approximate backends, each with what replaces it in calls that require a gradient; None if PyTorch chooses,
+# also because the line of the exact form above was removed.
 EXACT_FORM: Mapping[Backend, Backend | None] = {
     name: backend.exact_form if backend.exact_form in BACKENDS else None
     for name, backend in ADDED_BACKENDS.items()
@@ -92,8 +92,8 @@ else:
 # What computes the products of linear layers, with bits that do not depend on the number of rows.
 Products = Literal["triton"]
 
-# Where text encoders and autoencoders are: whole on each rank, sharded by FSDP2, in host memory, or on the first rank
-# only.
+# Where text encoders and autoencoders are: whole on each rank, sharded by FSDP2, in host memory, or on the
+# first rank only.
 TextEncoders = Literal["replicate", "fsdp", "offload", "first"]
 VaePlacement = Literal["replicate", "offload", "first"]
 # Schemes of torchao, of weights only or with dynamic activations.

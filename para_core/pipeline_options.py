@@ -177,7 +177,6 @@ class PipelineChoices(AttentionChoices):
             default='`"fsdp"` with sharded `weights`, else unchanged',
             page="weights.md#text-encoders",
             none="to leave them as they are",
-            needs_ranks=True,
             needs_transformer=False,
             command=Command("replicate, fsdp, offload or first.", "HOW", PIPELINE),
         ),

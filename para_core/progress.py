@@ -110,8 +110,8 @@ def component_bytes(folder: Path | None, components: Collection[str] | None = No
 
 
 def _weight_bytes(folder: Path) -> int:
-    """Return the bytes of the weights in the largest format in ``folder``; 0 if it is no folder. Variants, such as
-    ``x.fp16.safetensors``, count only without a ``x.safetensors``, which diffusers loads by default.
+    """Return the bytes of the weights in the largest format in ``folder``; 0 if it is no folder. Variants,
+    such as ``x.fp16.safetensors``, count only without a ``x.safetensors``, which diffusers loads by default.
 
     Raises:
         OSError: A file cannot be read.

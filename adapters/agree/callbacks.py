@@ -108,8 +108,8 @@ class CheckedCallbacks:
                 if region is not None:
                     planned[name] = region, module
             state = self._describe_state(outputs)
-            # Functions of two processes cannot be compared, but how often they were changed can. If the code of
-            # one rank alone changed, that rank alone would verify its next call, which is collective.
+            # Functions of two processes cannot be compared, but how often they were changed can. If the code
+            # of one rank alone changed, that rank alone would verify its next call, which is collective.
             state |= {
                 f"changes of code inside pipe.{name}": region.check.note_changes()
                 for name, (region, _) in planned.items()

@@ -89,8 +89,8 @@ def merging_layers(part: nn.Module) -> list[Any]:
 
 
 def _has_adapters(model: nn.Module) -> bool:
-    """Whether peft has added adapters to ``model``. If not, its layers need not be searched, which takes a Python
-    call for each.
+    """Whether peft has added adapters to ``model``. If not, its layers need not be searched, which takes a
+    Python call for each.
     """
     # peft lists its adapters in peft_config of the module that it was given, which may be a part of the model.
     states = [part.__dict__ for part in submodules_of(model)]

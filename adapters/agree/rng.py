@@ -1,7 +1,7 @@
 """Let all ranks draw the random numbers of the mesh's first rank during a call.
 
-The calls of pipelines (``adapters/parallel/call.py``) and of autoencoders (``adapters/vae/run.py``) run inside
-it. Tests: tests/adapters/agree/test_state.py.
+The calls of pipelines (``adapters/parallel/call.py``) and of autoencoders (``adapters/vae/run.py``) run
+inside it. Tests: tests/adapters/agree/test_state.py.
 """
 
 from __future__ import annotations

@@ -89,8 +89,8 @@ def apply_cache_on_pipe(
         agreement = together(mesh, "the cache could not be applied")
     if per_transformer is None:
         per_transformer = {}
-    # Everything is put back after the agreement has raised on all ranks: first the settings of the caches, which
-    # only their own undo knows, then the slots.
+    # Everything is put back after the agreement has raised on all ranks: first the settings of the caches,
+    # which only their own undo knows, then the slots.
     with restore_on_failure(instances_in(pipe)), ExitStack() as rollback:
         with agreement:
             caches = _resolve(pipe, adapter, per_transformer, options)

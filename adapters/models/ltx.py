@@ -1,7 +1,7 @@
 """Adapters of LTX-Video and LTX-2 (video with sound). Written for diffusers 0.42.
 
-The video attends to text, and to sound, by cross-attention. Text can be sharded in LTX-Video only; sound is never.
-Tests: tests/adapters/test_transformers.py (``-k ltx``).
+The video attends to text, and to sound, by cross-attention. Text can be sharded in LTX-Video only; sound is
+never. Tests: tests/adapters/test_transformers.py (``-k ltx``).
 """
 
 from para_core.adapters.adapter import Adapter

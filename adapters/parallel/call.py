@@ -73,8 +73,8 @@ class ParallelCall:
         self._verifications = {}
         if verify:
             self._verifications = {name: make_check("verify") for name in transformers}
-        # The components, compiled or not, whose calls are verified. Their slots stay filled after a generation
-        # (fill_during), until unverify() empties them.
+        # The components, compiled or not, whose calls are verified. Their slots stay filled after a
+        # generation (fill_during), until unverify() empties them.
         self._verified: WeakSet[nn.Module] = WeakSet()
         # Set by resolve.py, before attach(), if ``backend`` is an AttentionSchedule.
         self.scheduled: ScheduledAttention | None = None

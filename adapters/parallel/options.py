@@ -117,8 +117,8 @@ class TransformerOptions(AttentionChoices):
         """Validate the options.
 
         Raises:
-            ImportError: If ``backend``, or a backend of its schedule, or ``cross_backend`` names a library that
-                is not installed.
+            ImportError: If ``backend``, or a backend of its schedule, or ``cross_backend`` names a library
+                that is not installed.
             TypeError: If an option has a wrong type.
             ValueError: If an option has an unknown value, or two options exclude each other.
         """

@@ -85,8 +85,8 @@ class ParallelSession:
 
     mesh: GuidedMesh
     parts: list[Part]
-    # The parts that are in effect, each with its undo function. A suspended session keeps them, because it may
-    # be resumed; a finished or stopped one has none.
+    # The parts that are in effect, each with its undo function. A suspended session keeps them, because it
+    # may be resumed; a finished or stopped one has none.
     _applied: list[tuple[Part, Undo]] = field(default_factory=list, init=False)
 
     def start(self) -> None:

@@ -1,4 +1,4 @@
-"""The choice of a mesh: which are allowed, where the weights wait that do not fit, and which is best."""
+"""Choose a mesh, and where weights wait that do not fit on the device. Tests: tests/planner/test_predict.py."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def _predict_all(work: Workload, machine: Machine, ranks: int, choices: Choices)
     If the user has chosen neither, a mesh that needs blocks in host memory is predicted with FSDP2 as well.
     """
     rows: list[Prediction] = []
-    for shape in _allowed_shapes(ranks, choices):
+    for shape in _allowed_shapes(ranks, min(ranks, machine.per_host), choices):
         row = _predict_first_fit(shape, work, machine, choices)
         rows.append(row)
         is_open = choices.weights is None and choices.offload not in get_args(Offload)
@@ -154,7 +154,7 @@ def _with_most_resident(placement: Placement, shape: MeshShape, work: Workload, 
     return replace(placement, resident=0)
 
 
-def _allowed_shapes(ranks: int, choices: Choices) -> list[MeshShape]:
+def _allowed_shapes(ranks: int, ranks_per_host: int, choices: Choices) -> list[MeshShape]:
     """Return the shapes of ``ranks`` ranks that ``choices`` allow. Raise ValueError if there are none."""
     allowed = list(all_shapes(ranks))
     weights = choices.weights
@@ -162,7 +162,7 @@ def _allowed_shapes(ranks: int, choices: Choices) -> list[MeshShape]:
         allowed = [shape for shape in allowed if shape.pipe == 1]
     if ranks > 1:
         if choices.mesh:
-            sizes = {"tensor": 1, "pipe": 1, **mesh_sizes(ranks, choices.mesh)}
+            sizes = {"tensor": 1, "pipe": 1, **mesh_sizes(ranks, choices.mesh, ranks_per_host=ranks_per_host)}
             allowed = [shape for shape in allowed if shape.sizes == sizes]
         if weights is not None:
             allowed = [shape for shape in allowed if (shape.tensor > 1) == (weights == "tensor")]

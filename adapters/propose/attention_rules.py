@@ -23,8 +23,8 @@ from para_core.plans.plan import Attention
 
 @dataclass(frozen=True)
 class AttentionGuess:
-    """The joint order, the rules of modules whose attention differs from it, and the reasons, in the form of those
-    of a ``Candidate``; that of the joint order begins with no name.
+    """The joint order, the rules of modules whose attention differs from it, and the reasons, in the form of
+    those of a ``Candidate``; that of the joint order begins with no name.
     """
 
     joint_order: tuple[str, ...]

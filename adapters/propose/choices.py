@@ -1,7 +1,7 @@
 """Properties of a plan that cannot be seen from tensor sizes, in the order in which they are tried.
 
-``candidates.py`` makes a plan for each choice. Tests: tests/adapters/propose/test_structures.py, on models that need
-the later ones.
+``candidates.py`` makes a plan for each choice. Tests: tests/adapters/propose/test_structures.py, on models
+that need the later ones.
 """
 
 from __future__ import annotations

@@ -42,10 +42,10 @@ Companions = dict[tuple[str, str], RuleGuess]
 def guess_companions(region: ObservedRegion, choice: Choice) -> Companions:
     """Return the rules for block parameters that grow with the tokens.
 
-    Such a parameter is not computed from the tokens: a position embedding, for example, a list of these, or an
-    int that counts tokens. Any int that grows is taken for such a number. If a rule depends on the length of
-    text, the text parameter gets a :class:`Replicate` rule. Blocks of one list that need the same rule share
-    the name ``list.*``.
+    Such a parameter is not computed from the tokens: a position embedding, for example, a list of these, or
+    an int that counts tokens. Any int that grows is taken for such a number. If a rule depends on the length
+    of text, the text parameter gets a :class:`Replicate` rule. Blocks of one list that need the same rule
+    share the name ``list.*``.
     """
     companions: Companions = {}
     text, start = region.text_parameter(), region.start.block
@@ -163,8 +163,8 @@ class _ValueRules:
         if [record.values, larger.values] == [(0, tokens) for tokens in region.start.tokens]:
             return CumulativeLengths(region.segment)
         dims = grown_dims(record, larger)
-        # True for integer position ids, too. If they must be split, a plan that leaves them whole is not exact,
-        # and a choice that splits them follows.
+        # True for integer position ids, too. If they must be split, a plan that leaves them whole is not
+        # exact, and a choice that splits them follows.
         may_be_mask = "mask" in parameter or not record.dtype.is_floating_point
         if record.derived or len(dims) != 1 or (may_be_mask and not self.choice.split_masks):
             return None

@@ -24,8 +24,8 @@ from para_core.spatial.row_group import first_ranks
 from para_core.spatial.row_tag import RowTag, clear_rows, rows_of, set_rows
 
 GatherTo = Literal["all", "first"]
-# The structure of an output, which ranks exchange: "tensor", (tuple, [...]), (list, [...]), (class, {field: ...})
-# for an output class, or (class, number of tensors) for a distribution.
+# The structure of an output, which ranks exchange: "tensor", (tuple, [...]), (list, [...]), (class, {field:
+# ...}) for an output class, or (class, number of tensors) for a distribution.
 Structure = Any
 
 
@@ -190,9 +190,9 @@ def _empty_part(description: dict[str, Any]) -> Tensor:
 def _tensors_of_distribution(value: Any) -> list[Tensor] | None:
     """Return the tensors that a distribution of diffusers consists of; None if ``value`` is not a distribution.
 
-    These are the arguments of its class: of ``DiagonalGaussianDistribution``, or of that of MiniMax H3's audio
-    autoencoder. A copy made of them alone is never ``deterministic``; no autoencoder of diffusers 0.42 returns
-    such a distribution.
+    These are the arguments of its class: of ``DiagonalGaussianDistribution``, or of that of MiniMax H3's
+    audio autoencoder. A copy made of them alone is never ``deterministic``; no autoencoder of diffusers 0.42
+    returns such a distribution.
     """
     if hasattr(value, "parameters") and hasattr(value, "logvar"):
         return [value.parameters]

@@ -223,8 +223,8 @@ class DecoderRows:
         return call(module, x.new_empty(()).expand(shape))
 
     def _rows_of(self, x: Tensor, before: RowTag) -> RowTag:
-        """Return the sharding of tokens ``[B, T, H, W, C]`` of this rank at any level of upsampling. ``before`` is
-        that of a video before it.
+        """Return the sharding of tokens ``[B, T, H, W, C]`` of this rank at any level of upsampling.
+        ``before`` is that of a video before it.
         """
         dim = before.dim - 1
         return RowTag(dim, _scale(before.sizes, x.shape[dim] // before.sizes[self.ranks.index]))

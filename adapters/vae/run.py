@@ -1,8 +1,8 @@
 """Run the calls of one autoencoder on several ranks: each rank computes rows of the image, or some of its tiles.
 
-``vae.py`` makes a :class:`VaeRun`. A call of the user goes through :meth:`VaeRun.run_public_method`, ``run``, where
-the ranks compare it, and ``run_distributed``. Which methods these are is in ``families.py``; how a function computes
-rows is in ``para_core/spatial/mode.py``. Tests: tests/spatial/test_vaes.py.
+``vae.py`` makes a :class:`VaeRun`. A call of the user goes through :meth:`VaeRun.run_public_method`, ``run``,
+where the ranks compare it, and ``run_distributed``. Which methods these are is in ``families.py``; how a
+function computes rows is in ``para_core/spatial/mode.py``. Tests: tests/spatial/test_vaes.py.
 """
 
 from __future__ import annotations
@@ -132,9 +132,9 @@ class VaeRun:
             self.family_rows.attach(vae)
 
     def run_public_method(self, call: Callable[..., Any], vae: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """Run ``call``, a public method. If it fails on this rank before :meth:`run` or between two slices of the
-        images, the other ranks wait for this one in :meth:`run`: raise the error on all ranks. If it fails after
-        the last slice, they take part by their next call.
+        """Run ``call``, a public method. If it fails on this rank before :meth:`run` or between two slices of
+        the images, the other ranks wait for this one in :meth:`run`: raise the error on all ranks. If it
+        fails after the last slice, they take part by their next call.
         """
         if torch.compiler.is_compiling() or self.stage is _Stage.TOGETHER:
             return call(vae, *args, **kwargs)

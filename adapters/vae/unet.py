@@ -190,8 +190,8 @@ class UnetRun:
         """Return the output of ``call(**inputs)``, computed with rows sharded over the ranks, with all rows.
         Collective.
 
-        Only images are sharded here. Residuals of a ControlNet are passed with all rows, and the mode takes this
-        rank's rows of them where the UNet adds them.
+        Only images are sharded here. Residuals of a ControlNet are passed with all rows, and the mode takes
+        this rank's rows of them where the UNet adds them.
         """
         sample = inputs[self.images[0]]
         dim = dim_of_rows(sample)

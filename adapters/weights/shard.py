@@ -230,8 +230,8 @@ def _is_foreign(mesh: Any) -> TypeGuard[DeviceMesh]:
 
 
 def _ranks_of(mesh: Mesh | GuidedMesh | None, pipe: Any, method: str) -> tuple[AnyMesh, DeviceMesh | None]:
-    """Return all ranks that change weights together, and ``mesh`` if it is foreign and ``method`` shards over it
-    as it is; else None. Collective.
+    """Return all ranks that change weights together, and ``mesh`` if it is foreign and ``method`` shards over
+    it as it is; else None. Collective.
     """
     if not _is_foreign(mesh):
         return guided_mesh_for(mesh, pipe, method), None

@@ -2,8 +2,8 @@
 others.
 
 :class:`~para_core.weights.stages.Stages` runs the blocks. Here is what diffusers needs: methods that would
-move or save all weights, or cast single layers, raise. ``half()``, ``float()`` and the like work, if all ranks call
-them. LoRAs are changed by :mod:`.staged_loras`.
+move or save all weights, or cast single layers, raise. ``half()``, ``float()`` and the like work, if all
+ranks call them. LoRAs are changed by :mod:`.staged_loras`.
 
 Other methods see freed weights as tensors on the meta device. ``state_dict()`` returns them too, and cannot
 raise, because diffusers and peft read its names and shapes while they load a LoRA: to save a model, load it
@@ -282,8 +282,8 @@ def check_cache_on_stages(module: nn.Module, name: str, called: Any, options: Ca
     adapter = adapter_for(module, None if change is None else change.adapter)
     if adapter is None or adapter.blocks is None:
         return
-    # The first blocks may cross a stage, because the output of the last of them is sent to all stages. That of
-    # the last skipped block is not sent, so the last stage, which forecasts it, must compute it itself.
+    # The first blocks may cross a stage, because the output of the last of them is sent to all stages. That
+    # of the last skipped block is not sent, so the last stage, which forecasts it, must compute it itself.
     num_last = len(stages.ranges[-1])
     if len(adapter.blocks.groups) > 1:
         reason = "it has two block groups, and the residual of the first is on another stage"

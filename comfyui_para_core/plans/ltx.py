@@ -18,8 +18,8 @@ from para_core.plans.plan import Attention, Entries, Gather, Plan, Split
 
 from .recorded import RecordedPlan
 
-# A table with an entry for each token, which is split, and whether the halves of a head are apart in it, which is
-# no tensor (None: no rule).
+# A table with an entry for each token, which is split, and whether the halves of a head are apart in it,
+# which is no tensor (None: no rule).
 POSITIONS = Entries((Split(dim=1, like="video"), None))
 
 LTX_VIDEO = RecordedPlan(
@@ -51,8 +51,8 @@ LTX_VIDEO = RecordedPlan(
 
 
 def _name_several_times(model: nn.Module, arguments: Mapping[str, Any]) -> str:
-    """Name a timestep for each frame or token, which the blocks of LTX-2 get in an object that may repeat those of
-    frames for all tokens of a frame. Equal ones are named, too.
+    """Name a timestep for each frame or token, which the blocks of LTX-2 get in an object that may repeat
+    those of frames for all tokens of a frame. Equal ones are named, too.
     """
     timestep = arguments["timestep"]
     if timestep.ndim > 1 and timestep.shape[1] > 1:
@@ -67,8 +67,8 @@ LTX2 = RecordedPlan(
         *("x", "timestep", "a_timestep", "context"),
         "attention_mask",  # of the text, as in LTX-Video, with which it was compared
         "frame_rate",  # read before the tokens are split, for the positions of all
-        # Read before the tokens are split; it gives each token a timestep, which is refused below. So would the
-        # keyframe_idxs of LTX-Video, which come with a denoise_mask: they are not accepted here.
+        # Read before the tokens are split; it gives each token a timestep, which is refused below. So would
+        # the keyframe_idxs of LTX-Video, which come with a denoise_mask: they are not accepted here.
         "denoise_mask",
     ),
     adapter=Adapter(

@@ -4,8 +4,8 @@ lse.
 A function around such a function is such a function again:
 
 - :func:`~para_core.attention.blocks.attend_by_backend` computes attention to a block that this rank holds;
-- :meth:`RingStyle.over_ring <para_core.attention.ring_plan.RingStyle.over_ring>` of each style of a ring brings
-  the blocks of other ranks, and calls the function that it is given for each;
+- :meth:`RingStyle.over_ring <para_core.attention.ring_plan.RingStyle.over_ring>` of each style of a ring
+  brings the blocks of other ranks, and calls the function that it is given for each;
 - :func:`~para_core.attention.blocks.expand_key_heads` and
   :func:`~para_core.attention.low_rows.level_low_rows` change the keys or the mask, and leave the rest to the
   function that they are given.
@@ -133,8 +133,8 @@ class Accumulator:
         ``query`` must hold the same heads and rows in the same order, and ``mask`` their rows: results are
         merged piece by piece.
         """
-        # Not by __init__, which would make new objects for the results. Whoever adds an attribute there sets it
-        # here, too: shared if it collects results. A shared list is only changed in place, never replaced.
+        # Not by __init__, which would make new objects for the results. Whoever adds an attribute there sets
+        # it here, too: shared if it collects results. A shared list is only changed in place, never replaced.
         other = object.__new__(Accumulator)
         other.query, other.mask, other.tiling, other.key_heads = query, mask, self.tiling, self.key_heads
         other.merged, other.received = self.merged, self.received

@@ -50,8 +50,8 @@ def call_signature(
     query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec, *, attn_func_learns: bool
 ) -> Signature:
     """Return a comparable record of what must be equal on all ranks, without the mask. The backend of local
-    attention is not among it: ranks may compute their part in different ways. ``attn_func_learns`` says whether
-    a user's function runs with gradients enabled, which decides what is rounded for sending.
+    attention is not among it: ranks may compute their part in different ways. ``attn_func_learns`` says
+    whether a user's function runs with gradients enabled, which decides what is rounded for sending.
     """
     tensors = {"query": query, "key": key, "value": value}
     return Signature.of(
@@ -230,9 +230,9 @@ def settle_masks(
 
 
 def _of_size(mask: Tensor | None, rows: int, columns: int, code: int, query: Tensor) -> Tensor:
-    """Return the first ``rows`` and ``columns`` of ``mask``, of which a single row is expanded. Without a row, or
-    without a mask, return one that hides nothing, of the dtype and leading dims that :func:`_mask_code` encoded in
-    ``code``.
+    """Return the first ``rows`` and ``columns`` of ``mask``, of which a single row is expanded. Without a
+    row, or without a mask, return one that hides nothing, of the dtype and leading dims that
+    :func:`_mask_code` encoded in ``code``.
     """
     if mask is not None and rows > mask.shape[-2] == 1:
         mask = mask.expand(*mask.shape[:-2], rows, mask.shape[-1])
@@ -246,11 +246,11 @@ def _of_size(mask: Tensor | None, rows: int, columns: int, code: int, query: Ten
 
 
 def _extents_of_single_tokens(extents: MaskExtents, bits: Sequence[int], spec: AttentionSpec) -> MaskExtents:
-    """Return ``extents``, in which a dim of size 1 is local, and not broadcast, if no rank holds more than one
-    token, and ``cp.shard`` made it or the other dim is global.
+    """Return ``extents``, in which a dim of size 1 is local, and not broadcast, if no rank holds more than
+    one token, and ``cp.shard`` made it or the other dim is global.
 
-    In the latter case it may also be meant as broadcast, and the result is the same, because all ranks then have
-    the same row or column.
+    In the latter case it may also be meant as broadcast, and the result is the same, because all ranks then
+    have the same row or column.
     """
     may_be_rows = extents.keys == "global" or any(of_rank & ROWS_SHARDED for of_rank in bits)
     if may_be_rows and extents.queries == "broadcast" and _holds_single_tokens(spec.query_layout):
@@ -346,8 +346,8 @@ def _with_open_masks(sizes: list[tuple[int, int]], spec: AttentionSpec) -> list[
 
 
 def _with_rows_of_idle_ranks(sizes: list[tuple[int, int]], spec: AttentionSpec) -> list[tuple[int, int]]:
-    """Return the mask sizes of all ranks, in which masks of one row agree with the mask of a rank without queries:
-    a mask of keys that was expanded to its queries has no row there.
+    """Return the mask sizes of all ranks, in which masks of one row agree with the mask of a rank without
+    queries: a mask of keys that was expanded to its queries has no row there.
     """
     num_queries, keys = spec.query_layout.sizes(), spec.key_layout
     idle = [rank for rank, (rows, _) in enumerate(sizes) if rows == 0 and num_queries[rank] == 0]

@@ -43,9 +43,9 @@ _MARK, _READ = "_para_core_part", "_para_core_mask_values"
 # The name of an attribute of a storage.
 _WRITES = "_para_core_writes"
 # The mark of a tensor that ``cp.shard`` made: the dim, counted from the last, and the runs of tokens that the
-# rank holds; None for equal rows, which are as well those of any rank. It is stored with the number of writes to
-# the memory until then: after a write that nobody followed, the mark does not hold. All are plain values, because
-# torch.save stores the attributes of a tensor.
+# rank holds; None for equal rows, which are as well those of any rank. It is stored with the number of writes
+# to the memory until then: after a write that nobody followed, the mark does not hold. All are plain values,
+# because torch.save stores the attributes of a tensor.
 Mark = tuple[int, tuple[Run, ...] | None]
 _ANY_ROWS: Mark = (-2, None)
 
@@ -115,16 +115,16 @@ def copy_mark(source: Tensor | None, x: Tensor | None) -> None:
         _set_mark(x, mark)
 
 
-# Functions that make or fill tensors with equal rows. torch's nn.MultiheadAttention converts a bool mask by zeros_like
-# and masked_fill_, and models do so by zeros or new_zeros.
+# Functions that make or fill tensors with equal rows. torch's nn.MultiheadAttention converts a bool mask by
+# zeros_like and masked_fill_, and models do so by zeros or new_zeros.
 _CONSTANTS = """
     zeros ones full empty new_zeros new_ones new_full new_empty zeros_like ones_like full_like empty_like zero fill
 """
-# Functions that compute a row of their result from the same row of their arguments. After any other function, such
-# as ``tril`` or ``flip``, nobody knows whose rows the result has.
+# Functions that compute a row of their result from the same row of their arguments. After any other function,
+# such as ``tril`` or ``flip``, nobody knows whose rows the result has.
 _BY_ROW = OF_ONE + OF_SEVERAL + "repeat repeat_interleave tile share_memory pin_memory"
-# These keep the rows if the step from one row to the next in memory stays. If reshape or flatten copies, they keep
-# the rows if the last two dims stay.
+# These keep the rows if the step from one row to the next in memory stays. If reshape or flatten copies, they
+# keep the rows if the last two dims stay.
 _VIEWS = "getitem view reshape unsqueeze squeeze expand expand_as broadcast_to flatten unflatten select"
 _NAMES_OF_CONSTANTS, _NAMES_BY_ROW = frozenset(_CONSTANTS.split()), frozenset(_BY_ROW.split())
 _NAMES_OF_VIEWS = frozenset(_VIEWS.split())
@@ -133,8 +133,9 @@ _READ_FIRST = frozenset({"to", "type_as", "expand_as"})
 
 
 def follow_parts(function: Function, args: Sequence[Any], values: Iterable[Any], output: Any) -> None:
-    """Mark ``output``, which ``function`` returned, if it was computed row by row from arguments with rows, or with
-    a single column, that ``cp.shard`` made. Where it was written to in another way, its mark does not hold any more.
+    """Mark ``output``, which ``function`` returned, if it was computed row by row from arguments with rows,
+    or with a single column, that ``cp.shard`` made. Where it was written to in another way, its mark does not
+    hold any more.
 
     ``values`` are those of the keyword arguments. An argument whose rows nobody knows, such as a mask made
     from the length of the input, leaves the output without a mark.
@@ -212,9 +213,9 @@ def _writes_columns(index: Any, value: Any) -> bool:
 def _common_mark(values: Iterable[Any], output: Tensor, *, name: str, writes: bool) -> Mark | None:
     """Return the mark of the rows of ``output``, if all tensors among ``values`` with as many rows have it.
 
-    ``output`` of a view must have the steps between rows of ``values``, or their last two dims if it is a copy, which
-    it must not be of ``getitem``, because that takes rows in any order then. ``writes`` says whether the function
-    ``name`` has written to ``output``, which may be among ``values``.
+    ``output`` of a view must have the steps between rows of ``values``, or their last two dims if it is a
+    copy, which it must not be of ``getitem``, because that takes rows in any order then. ``writes`` says
+    whether the function ``name`` has written to ``output``, which may be among ``values``.
     """
     is_view = name in _NAMES_OF_VIEWS
     common: Mark | None = None
@@ -237,8 +238,8 @@ def _common_mark(values: Iterable[Any], output: Tensor, *, name: str, writes: bo
 
 
 def _mark_of_column(values: Iterable[Any], output: Tensor, *, writes: bool) -> Mark | None:
-    """Return the mark of the first of ``values`` that is a single column which ``cp.shard`` made. It stays this column
-    next to columns of any origin, because these are broadcast to it.
+    """Return the mark of the first of ``values`` that is a single column which ``cp.shard`` made. It stays
+    this column next to columns of any origin, because these are broadcast to it.
     """
     for x in values:
         if isinstance(x, Tensor) and not _has_no_rows(x) and x.shape[-1:] == (1,):

@@ -25,8 +25,8 @@ from para_core.torch_internals import (
     innermost_transform,
 )
 
-# The dtypes of masks. SDPA takes no other float, such as float8, and then a rank without a mask could not make one
-# like those of the others.
+# The dtypes of masks. SDPA takes no other float, such as float8, and then a rank without a mask could not
+# make one like those of the others.
 MASK_DTYPES = (torch.bool, torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -147,8 +147,8 @@ class SdpaCall(NamedTuple):
 
 # An SdpaHandler is a function that computes an intercepted call of SDPA.
 SdpaHandler = Callable[[SdpaCall], Tensor]
-# A function that raises the exception it gets: on this rank, as all ranks have equal arguments under a plan; or on
-# all ranks, for a mode that a user enters, in which they may have different ones.
+# A function that raises the exception it gets: on this rank, as all ranks have equal arguments under a plan;
+# or on all ranks, for a mode that a user enters, in which they may have different ones.
 Fail = Callable[[Exception], NoReturn]
 
 

@@ -73,8 +73,9 @@ class ToHeads(Swap):
         return pack
 
     def _choose_unpack(self, shapes: SwapSizes, dtype: torch.dtype, *, by_kernel: bool) -> Unpack:
-        # One table needs no kernel: the results are views of it, or of one concatenation of its rows. The gradient of
-        # the output, which alone is an exchange with ``replicated``, is one table, and its wire needs no regions.
+        # One table needs no kernel: the results are views of it, or of one concatenation of its rows. The
+        # gradient of the output, which alone is an exchange with ``replicated``, is one table, and its wire
+        # needs no regions.
         if self.wire.needs_regions or (by_kernel and len(shapes.tables) > 1):
             return self._regions_unpacker(shapes, dtype)
         parts = [self._split_by_rows(members) for members in shapes.tables]
@@ -255,8 +256,8 @@ def _put_in_order(rows: BlockRows, table: Tensor, local: Sequence[Tensor]) -> Te
 
 
 class TablePart(NamedTuple):
-    """Tensors of a table with the same rows, and their numbers of heads on this rank. Queries may stay in the order
-    of arrival, while keys and values do not.
+    """Tensors of a table with the same rows, and their numbers of heads on this rank. Queries may stay in the
+    order of arrival, while keys and values do not.
     """
 
     members: list[int]

@@ -141,8 +141,8 @@ def attend_block(
         if plan.style.has_all_keys:
             out = plan.style.select_queries(out)
         return out, None
-    # At most one option has it: such an option must be by position, and AttnOptions takes only one of these. SDPA
-    # above would leave it out, and does not compute a call with an option by position.
+    # At most one option has it: such an option must be by position, and AttnOptions takes only one of these.
+    # SDPA above would leave it out, and does not compute a call with an option by position.
     attend: Callable[..., tuple[Tensor, Tensor]] = attend_all
     for option in plan.spec.options.others:
         if option.attend is not None:
@@ -212,7 +212,7 @@ def compose(plan: AttentionPlan, masked: bool, attn_func: LocalAttention | None 
     return level_low_rows(attend, spec.options.backend, plan.style.mask_tiling)
 
 
-# The composition of a plan is made once. A plan is compared by identity. What an attn_func composes is not kept: the
-# function may be another object in each call. The last 1024 plans stay alive, with the process groups of their
-# meshes. That is intended: a process makes few meshes, and keeps them.
+# The composition of a plan is made once. A plan is compared by identity. What an attn_func composes is not
+# kept: the function may be another object in each call. The last 1024 plans stay alive, with the process
+# groups of their meshes. That is intended: a process makes few meshes, and keeps them.
 compose_once = lru_cache(maxsize=1024)(compose)

@@ -188,8 +188,8 @@ def host_of(module: nn.Module) -> BlockHookHost | None:
 
 
 def last_outcomes(module: nn.Module) -> list[Any]:
-    """Return the outcome of the last decision of each cache on ``module``, also of caches that took no part in
-    the last call of ``module``. Each decision makes a new object.
+    """Return the outcome of the last decision of each cache on ``module``, also of caches that took no part
+    in the last call of ``module``. Each decision makes a new object.
     """
     host = host_of(module)
     if host is None:

@@ -128,8 +128,8 @@ class BlockCache:
         self.step = Step()
         self.outcome = DecisionOutcome(None, Verdict.WARMUP, 0, 1)
         self._device = torch.device("cpu")
-        # The inputs of each group in the current call; None until the step is decided. It is a list whose items
-        # are set, because Dynamo 2.13 loses the new value of an attribute that is set after torch.cond.
+        # The inputs of each group in the current call; None until the step is decided. It is a list whose
+        # items are set, because Dynamo 2.13 loses the new value of an attribute that is set after torch.cond.
         self.entries: list[Streams | None] | None = None
         # The traced form reads the module, blocks, options, threshold, roles and step, so it comes after
         # these. _forget_states resets it, so it comes before that.

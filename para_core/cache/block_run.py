@@ -121,8 +121,8 @@ def _copy_floats(tensors: Streams) -> Streams:
 
 
 def left_out(module: nn.Module) -> RuntimeError:
-    """Return (not raise) the error that a call of ``module`` has not run a block without which nothing is decided,
-    stored or added.
+    """Return (not raise) the error that a call of ``module`` has not run a block without which nothing is
+    decided, stored or added.
     """
     return RuntimeError(
         f"a call of {original_class(module).__name__} left out block 0, or the first or last block of a group, and "
@@ -132,8 +132,8 @@ def left_out(module: nn.Module) -> RuntimeError:
 
 
 def _marks_of(tensors: Streams) -> list[int | Tensor]:
-    """Return, for each tensor, what later shows whether it was written to: its version counter or, in inference
-    mode, which has none, a copy.
+    """Return, for each tensor, what later shows whether it was written to: its version counter or, in
+    inference mode, which has none, a copy.
     """
     return [x.clone() if x.is_inference() else version_of(x) for x in tensors if x is not None]
 
@@ -148,8 +148,8 @@ def _is_written(x: Tensor, mark: int | Tensor) -> bool:
 def _check_not_written(
     block: nn.Module, role: BlockRole, entries: Streams, marks: list[int | Tensor]
 ) -> None:
-    """Raise ``ValueError`` if the blocks of the group have written to ``entries``, its inputs, since these had
-    ``marks``: the residual of a stream that is written in place would be 0. Checked at the first step.
+    """Raise ``ValueError`` if the blocks of the group have written to ``entries``, its inputs, since these
+    had ``marks``: the residual of a stream that is written in place would be 0. Checked at the first step.
 
     In inference mode the host waits for the device.
     """

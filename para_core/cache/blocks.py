@@ -1,8 +1,8 @@
 """The description of a model's transformer blocks for a cache.
 
 Adapters hold one for each model (``adapters/models/``), and users write one for their own. It is compared
-with a model in :mod:`.block_roles`. Tests: tests/cache/test_options.py; tests/cache/test_graph.py for ``chained``
-and ``between``, tests/cache/test_steps.py for ``conditions``.
+with a model in :mod:`.block_roles`. Tests: tests/cache/test_options.py; tests/cache/test_graph.py for
+``chained`` and ``between``, tests/cache/test_steps.py for ``conditions``.
 """
 
 from __future__ import annotations

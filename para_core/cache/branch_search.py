@@ -83,8 +83,8 @@ class BranchGroup:
         unseen: The number of steps in which the value at a path was new.
         mixed: Whether calls of one step could not be told apart, so that everything is computed from then on.
 
-    ``told_by`` grows by two calls in one step (``_place_repeated``), and ``unseen`` and ``varying`` by a call in
-    a new step that equals no branch (``_place_unseen``), which also takes a path out of ``told_by``.
+    ``told_by`` grows by two calls in one step (``_place_repeated``), and ``unseen`` and ``varying`` by a call
+    in a new step that equals no branch (``_place_unseen``), which also takes a path out of ``told_by``.
     """
 
     leaves: list[Leaf]
@@ -104,11 +104,11 @@ Pair = tuple[Leaf, Leaf]
 
 
 def pairs_to_compare(pairs: Iterable[Pair], agree: Agree | None) -> list[Pair] | None:
-    """Return the pairs of tensors whose values must be compared to know whether all ``pairs`` are equal; None if it
-    is known that they are not.
+    """Return the pairs of tensors whose values must be compared to know whether all ``pairs`` are equal; None
+    if it is known that they are not.
 
-    The result is the same on all ranks. With ``agree`` it also has pairs of different shapes: of two texts, the
-    parts may have the same shape on this rank, and not on another one, which must compare with it.
+    The result is the same on all ranks. With ``agree`` it also has pairs of different shapes: of two texts,
+    the parts may have the same shape on this rank, and not on another one, which must compare with it.
     """
     unknown = []
     for x, y in pairs:
@@ -297,8 +297,8 @@ class BranchSearch:
         return BranchCall(self._group.name, repeated=True)
 
     def _warn_of(self, paths: Sequence[str], other: Branch) -> None:
-        """Warn that the values at ``paths`` tell this call from ``other``, unless they are settings, which cost no
-        wait.
+        """Warn that the values at ``paths`` tell this call from ``other``, unless they are settings, which
+        cost no wait.
         """
         both = [leaves.get(path) for path in paths for leaves in (self._leaves, other.leaves)]
         if not any(leaf is not None and (leaf.is_tensor or isinstance(leaf.value, float)) for leaf in both):

@@ -1,6 +1,7 @@
 """The options of First Block Cache.
 
-:mod:`.apply` and ``adapters/cache/pipeline.py`` make them of keyword arguments, :mod:`.decision` reads them.
+:mod:`.apply` and ``adapters/cache/pipeline.py`` make them of keyword arguments; the modules of this folder, the
+checks in ``adapters/cache/checks.py`` and features of ``adapters/weights/`` read them.
 Tests: tests/cache/test_options.py.
 """
 

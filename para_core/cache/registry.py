@@ -165,8 +165,8 @@ class TracedForm(Protocol):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """Return the output of one block, which a tensor in the graph decides to run or to skip. ``entries`` are the
-        inputs of its group.
+        """Return the output of one block, which a tensor in the graph decides to run or to skip. ``entries``
+        are the inputs of its group.
         """
 
     def reset(self) -> None:

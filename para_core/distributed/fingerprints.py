@@ -36,8 +36,8 @@ def tensor_bytes(x: Tensor) -> Tensor:
 
 
 class PendingFingerprints:
-    """The fingerprint of each of ``tensors``, as of now: 16 hexadecimal digits that depend on its bytes in C order.
-    Their devices compute while the host goes on.
+    """The fingerprint of each of ``tensors``, as of now: 16 hexadecimal digits that depend on its bytes in C
+    order. Their devices compute while the host goes on.
 
     The shape, dtype, strides and device of a tensor do not matter. Every 8 bytes are mixed with their
     position to 64 random-looking bits, and these are summed. Two tensors of equal size with different bytes
@@ -67,8 +67,8 @@ class PendingFingerprints:
                 self._events.append(event)
 
     def wait(self) -> list[str]:
-        """Return the fingerprints in the order of the tensors. The host waits once for each device, to read 8 bytes
-        per tensor.
+        """Return the fingerprints in the order of the tensors. The host waits once for each device, to read 8
+        bytes per tensor.
         """
         for event in self._events:
             event.synchronize()
@@ -84,10 +84,10 @@ def joint_fingerprint(tensors: Sequence[Tensor]) -> Tensor:
     """Return one fingerprint of all ``tensors`` together, as an int64 tensor of shape ``[1]``.
 
     It depends on the bytes of the tensors and on their order, but not on their devices: like
-    :class:`PendingFingerprints`, with positions that count the words of all tensors. Where one tensor ends and the
-    next begins is not part of it. It is much cheaper than a fingerprint for each of many small tensors, which
-    share a launch. If all tensors are on one device, so is the result, and the host does not wait. Without
-    any bytes the result is 0 on the CPU.
+    :class:`PendingFingerprints`, with positions that count the words of all tensors. Where one tensor ends
+    and the next begins is not part of it. It is much cheaper than a fingerprint for each of many small
+    tensors, which share a launch. If all tensors are on one device, so is the result, and the host does not
+    wait. Without any bytes the result is 0 on the CPU.
     """
     start = 0
     sums: dict[torch.device, list[Tensor]] = {}

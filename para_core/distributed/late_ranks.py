@@ -156,8 +156,8 @@ def _store_key(rank: int) -> str:
 
 
 def _late_ranks(members: Sequence[int], call: str) -> dict[int, str]:
-    """Return the other ``members`` that do not wait in ``call``, each with its name for a message, which says where it
-    waits instead. There are none if torch's store does not answer.
+    """Return the other ``members`` that do not wait in ``call``, each with its name for a message, which says
+    where it waits instead. There are none if torch's store does not answer.
     """
     calls = ask_store(lambda store: _calls_of(store, members), dict.fromkeys(members, call), _ANSWER)
     late = dict[int, str]()

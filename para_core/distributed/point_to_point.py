@@ -143,8 +143,8 @@ class Links:
         self._reconnect(mesh)
 
     def _drop_transfers(self, counts: Mapping[Edge, tuple[int, ...]]) -> None:
-        """Forget all transfers. With gloo, wait before for those that both ranks of their edge have started: ``counts``
-        are the numbers of transfers that these two have.
+        """Forget all transfers. With gloo, wait before for those that both ranks of their edge have started:
+        ``counts`` are the numbers of transfers that these two have.
         """
         if self._nccl_device is None:
             for transfer in [*self._outgoing, *self._incoming.values()]:

@@ -122,8 +122,8 @@ class Relay:
 
 
 def _body_of(arguments: CallbackArguments) -> Body:
-    """Return the pickled arguments, or the reason why they cannot be sent: the caller raises it, and answers all ranks,
-    of which this one must not raise alone.
+    """Return the pickled arguments, or the reason why they cannot be sent: the caller raises it, and answers
+    all ranks, of which this one must not raise alone.
     """
     try:
         return Body.of(arguments)
@@ -170,8 +170,8 @@ def readable_attributes(pipe: Any) -> dict[str, Any]:
 class CallbackPipe:
     """The pipeline argument of a callback in the caller. The pipeline's plain attributes can be read and set.
 
-    Setting ``_guidance_scale`` changes ``guidance_scale``, too. Other properties that are computed from it, such as
-    ``do_classifier_free_guidance``, keep their values until the next callback. Its own state is in
+    Setting ``_guidance_scale`` changes ``guidance_scale``, too. Other properties that are computed from it,
+    such as ``do_classifier_free_guidance``, keep their values until the next callback. Its own state is in
     ``vars(self)``, because attributes are those of the pipeline.
     """
 
@@ -209,8 +209,8 @@ def _not_here(name: str) -> str:
 def run_callback(
     callback: Callable[..., Any], body: Body, seeds: CallerSeeds, generators: Sequence[Any]
 ) -> CallbackReply:
-    """Run a callback with the arguments that a rank sent, and return its effect. Raise what the callback raises, or the
-    reason why the rank could not send the arguments.
+    """Run a callback with the arguments that a rank sent, and return its effect. Raise what the callback
+    raises, or the reason why the rank could not send the arguments.
 
     ``generators`` are those among the call's arguments. They, and the default generator, continue from the
     rank's.

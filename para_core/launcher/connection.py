@@ -1,7 +1,7 @@
 """A rank's connection to the caller: messages, the end of steps, cancellation, and the end of the process.
 
 ``rank.py`` makes it, before anything is loaded. The other end is in ``processes.py`` and ``running_call.py``.
-Tests: tests/launcher/test_cancel.py, tests/launcher/test_life.py.
+Tests: tests/launcher/test_cancel.py, tests/launcher/test_life.py, and tests/launcher/test_failures.py for errors.
 """
 
 from __future__ import annotations

@@ -141,9 +141,9 @@ def start_ranks_on_hosts(ranks: int, hosts: int, timeout: float, env: Mapping[st
     end = time.monotonic() + timeout
     per_host = ranks // hosts
     bundle: dict[str, float] = {"CPU": per_host}
-    # A rank selects a GPU if its host has any (process_group.py), so it must reserve one, or another program of
-    # the cluster may get the same. Which hosts Ray will choose, and whether the ranks will then compute on the
-    # CPU, is not known here: ranks for the CPU need a cluster without GPUs.
+    # A rank selects a GPU if its host has any (process_group.py), so it must reserve one, or another program
+    # of the cluster may get the same. Which hosts Ray will choose, and whether the ranks will then compute on
+    # the CPU, is not known here: ranks for the CPU need a cluster without GPUs.
     if ray.cluster_resources().get("GPU", 0):
         bundle["GPU"] = per_host
     needed = " and ".join(f"{count} {kind}s" for kind, count in bundle.items())
@@ -290,8 +290,8 @@ def _accept_ranks(
 
 def _receive_greeting(connection: socket.socket, secret: bytes) -> int | None:
     """Return the number of the rank that has opened ``connection``; None if it does not send the secret."""
-    # A stranger that sends nothing, or byte after byte, holds up the ranks for 10 s. Others may follow it, each
-    # for 10 s, until the time-out of the start.
+    # A stranger that sends nothing, or byte after byte, holds up the ranks for 10 s. Others may follow it,
+    # each for 10 s, until the time-out of the start.
     deadline = time.monotonic() + 10.0
     connection.settimeout(10.0)
     greeting = b""

@@ -27,8 +27,8 @@ except ModuleNotFoundError:
 _Base: Any = pickle.Pickler if cloudpickle is None else cloudpickle.Pickler
 # Modes of PIL images whose pixels are plain bytes.
 _IMAGE_MODES = ("L", "RGB", "RGBA")
-# cloudpickle keeps one registry of modules for the whole process. Held during dump(), which a value's own method
-# may call again.
+# cloudpickle keeps one registry of modules for the whole process. Held during dump(), which a value's own
+# method may call again.
 _registry_lock = threading.RLock()
 
 
@@ -76,8 +76,8 @@ def _set_once(cls: type, state: tuple[Callable[[type, Any], Any], Any]) -> None:
 
 
 class PortableException:
-    """A stand-in for an exception, which is loaded as that exception, whatever arguments the constructor of its class
-    takes. Attributes that cannot be pickled are left out.
+    """A stand-in for an exception, which is loaded as that exception, whatever arguments the constructor of
+    its class takes. Attributes that cannot be pickled are left out.
     """
 
     def __init__(self, error: BaseException) -> None:

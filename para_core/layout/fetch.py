@@ -3,9 +3,9 @@
 This is one all-to-all over one mesh dim, described by a :class:`FetchPlan`. It is differentiable: in the
 backward, too, every rank takes part in the exchange, whether it has sent and received anything or not.
 
-:mod:`para_core.layout.halo`, which makes plans of its own, and :mod:`para_core.spatial.fetch` call this module.
-Tests: tests/layout/test_sequence.py for plans, the rows ``rows`` of tests/plans/test_exactness.py for the
-exchange and its gradients, and tests/spatial/test_functions.py for rows of images and ``fill``.
+:mod:`para_core.layout.halo`, which makes plans of its own, and :mod:`para_core.spatial.fetch` call this
+module. Tests: tests/layout/test_sequence.py for plans, the rows ``rows`` of tests/plans/test_exactness.py for
+the exchange and its gradients, and tests/spatial/test_functions.py for rows of images and ``fill``.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from para_core.layout.pieces import Layout
 from para_core.layout.runs import starts_of
 from para_core.layout.sequence import Run
 
-# For each rank, the runs (start, length) of positions of the sequence that it fetches. If a gradient is needed,
-# every rank must have at least one run, which may be empty (:func:`start_exchange`).
+# For each rank, the runs (start, length) of positions of the sequence that it fetches. If a gradient is
+# needed, every rank must have at least one run, which may be empty (:func:`start_exchange`).
 Wanted = tuple[tuple[Run, ...], ...]
 
 

@@ -2,8 +2,8 @@
 
 Except for :func:`take` and :func:`add_at`, everything here is integer arithmetic.
 
-Attention and :mod:`.gather` call these functions. Tests: the examples below,
-tests/attention/test_exactness.py and tests/attention/test_block_sparse.py.
+Attention, :mod:`.gather`, :mod:`.fetch` and :mod:`.pieces` call these functions. Tests: the examples below,
+tests/layout/test_sequence.py, tests/attention/test_exactness.py and tests/attention/test_block_sparse.py.
 """
 
 from __future__ import annotations

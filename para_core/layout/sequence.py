@@ -44,8 +44,8 @@ class Segment:
     ((0, 2), (6, 2))
 
     Groups of ``together`` consecutive tokens, such as those of a video frame, are not split between ranks. A
-    replicated segment may have ``together``, which does not change what a rank holds; rules of a plan recognise
-    tensors with one entry per group by it.
+    replicated segment may have ``together``, which does not change what a rank holds; rules of a plan
+    recognise tensors with one entry per group by it.
 
     >>> Segment("video", 15, together=5).sizes(ranks=2)
     (10, 5)
@@ -77,8 +77,8 @@ class Segment:
             )
 
     def _convert_numbers(self) -> None:
-        """Replace NumPy numbers, such as ``np.prod(grid)``, by integers, because ranks compare lengths as JSON.
-        Symbolic numbers stay.
+        """Replace NumPy numbers, such as ``np.prod(grid)``, by integers, because ranks compare lengths as
+        JSON. Symbolic numbers stay.
         """
         for name in ("total", "together"):
             number = getattr(self, name)

@@ -88,8 +88,8 @@ def layout_id(layout: SequenceLayout) -> int:
 def shard_block_mask(
     mask: BlockMask, query_layout: SequenceLayout, key_layout: SequenceLayout, mesh: SequenceMesh
 ) -> BlockMask:
-    """Return this rank's part of ``mask``, to pass to ``flex_attention`` with this rank's query and key; ``mask``
-    itself if it has no blocks.
+    """Return this rank's part of ``mask``, to pass to ``flex_attention`` with this rank's query and key;
+    ``mask`` itself if it has no blocks.
 
     Raises:
         ValueError: ``mask`` was already sharded, or its lengths differ from those of the layouts.
@@ -216,8 +216,8 @@ def _keep_blocks(mask_mod: MaskMod, table: Tensor, positions: Tensor, block_size
     which may say otherwise, if the mask was made by hand or from the first head alone (``H=None``).
 
     Args:
-        table: ``[B or 1, H or 1, row blocks, key blocks]``: 0 for a hidden block, 1 for a partial one, 2 or more
-            for a full one.
+        table: ``[B or 1, H or 1, row blocks, key blocks]``: 0 for a hidden block, 1 for a partial one, 2 or
+            more for a full one.
         positions: ``[rows]``, the position in the sequence of each query row of this rank.
         block_size: The numbers of rows and of keys in a block.
     """

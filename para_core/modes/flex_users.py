@@ -1,7 +1,7 @@
 """Find out whether the code of a model uses flex attention.
 
-:mod:`.flex_attention` registers it: a plan intercepts such a model by a mode, and not at the dispatcher. Tests:
-tests/plans/test_exactness.py, in which a model calls flex attention.
+:mod:`.flex_attention` registers it: a plan intercepts such a model by a mode, and not at the dispatcher.
+Tests: tests/plans/test_exactness.py, in which a model calls flex attention.
 """
 
 from __future__ import annotations

@@ -176,8 +176,8 @@ class LayoutMode(ShardingMode):
 
     def _only_sequence(self, num_tokens: int) -> SequenceLayout:
         """Return the layout of the only sequence that was sharded through this mode; if there is none, the
-        explicit layout of the queries or keys that gives this rank ``num_tokens`` tokens, or that of the queries
-        if neither does; without explicit layouts, equal parts. Raise ``ValueError`` if several fit.
+        explicit layout of the queries or keys that gives this rank ``num_tokens`` tokens, or that of the
+        queries if neither does; without explicit layouts, equal parts. Raise ``ValueError`` if several fit.
         """
         is_sharded = any(not segment.replicated for segment in segments_of(self._known))
         if is_sharded or self._explicit is None:

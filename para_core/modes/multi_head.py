@@ -4,8 +4,8 @@
 SDPA call inside that function, because torch disables the mode while the mode handles the outer call.
 
 A feature of :mod:`.registry`. A plan intercepts a model with such modules by a mode, never at the dispatcher
-(``Region.has_encoders``): before the dispatcher sees SDPA, torch's function has refused masks that do not have
-the sizes of this rank's tokens. Tests: tests/modes/test_unified.py.
+(``Region.has_encoders``): before the dispatcher sees SDPA, torch's function has refused masks that do not
+have the sizes of this rank's tokens. Tests: tests/modes/test_unified.py.
 """
 
 from __future__ import annotations
@@ -91,8 +91,9 @@ def multi_head_attention(
             )
         )
     if is_causal:
-        # The caller promises that this is the causal mask, so the flag is enough, also next to key_padding_mask:
-        # unlike a mask of this rank's tokens, with which torch replaces it then, it holds for all tokens.
+        # The caller promises that this is the causal mask, so the flag is enough, also next to
+        # key_padding_mask: unlike a mask of this rank's tokens, with which torch replaces it then, it holds
+        # for all tokens.
         attn_mask = None
     weights: tuple[Tensor | None, ...] = (q_proj_weight, k_proj_weight, v_proj_weight)
     if in_proj_weight is not None and not use_separate_proj_weight:
@@ -127,8 +128,8 @@ def _merge_masks(
     In bool arguments True hides a key; in a bool result True shows it. ``key_padding_mask`` is ``[B, S_k]``
     or ``[S_k]``, and ``attn_mask`` ``[S_q, S_k]``, or ``[B * H, S_q, S_k]`` (``[H, S_q, S_k]`` without a
     batch). The result is marked like the mask that ``cp.shard`` made; like ``attn_mask`` if it made both.
-    Raise ``ValueError`` by ``fail`` for another dtype, if ``attn_mask`` has another first dim, or if the masks
-    are for different numbers of keys.
+    Raise ``ValueError`` by ``fail`` for another dtype, if ``attn_mask`` has another first dim, or if the
+    masks are for different numbers of keys.
     """
     for name, one_mask in (("attn_mask", attn_mask), ("key_padding_mask", key_padding_mask)):
         # An integer mask would be added to the scores if it is combined with the other one.

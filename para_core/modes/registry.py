@@ -4,9 +4,10 @@ A feature is a file of this folder that calls the functions below, or appends to
 imported. ``__init__`` imports it, in one line. Without that line the attention functions and operators that
 the feature computes are refused like any other that cannot be intercepted.
 
-The features are :mod:`.multi_head`, :mod:`.flex_attention`, :mod:`.flash_attention` and :mod:`.recomputation`.
-``PLANNED_CALLS`` is written by :mod:`para_core.plans.region`, for the last of them. Tests: tests/lift_out.py
-removes them one by one; tests/modes/test_dispatcher.py and tests/modes/test_unified.py check what is refused.
+The features are :mod:`.multi_head`, :mod:`.flex_attention`, :mod:`.flash_attention` and
+:mod:`.recomputation`. ``PLANNED_CALLS`` is written by :mod:`para_core.plans.region`, for the last of them.
+Tests: tests/lift_out.py removes them one by one; tests/modes/test_dispatcher.py and
+tests/modes/test_unified.py check what is refused.
 """
 
 from __future__ import annotations
@@ -105,16 +106,16 @@ class Recomputation:
     check_exchanges: Callable[[nn.Module], None]
 
 
-# Functions that compute attention in one piece, without scaled_dot_product_attention. A mode refuses those that no
-# feature computes, and ``Disabled`` hides them all from outer modes.
+# Functions that compute attention in one piece, without scaled_dot_product_attention. A mode refuses those
+# that no feature computes, and ``Disabled`` hides them all from outer modes.
 ATTENTION_FUNCTIONS = (F.multi_head_attention_forward, flex_attention_operator, *FUSED_ATTENTION_FUNCTIONS)
 # Pairs, and not dicts, because Dynamo compares functions by identity, and need not hash them.
 _FUNCTIONS: list[tuple[Callable[..., Any], Route]] = []
 _OPERATORS: list[tuple[Callable[[Any], bool], Route]] = []
 _NEEDS_MODE: list[Callable[[nn.Module], bool]] = []
 _EXPLANATIONS: list[Callable[[BaseException | None], None]] = []
-# modes/unified.py, plans/interception.py and plans/planned_attention.py loop over this list themselves, which saves
-# a Python call in each attention call.
+# modes/unified.py, plans/interception.py and plans/planned_attention.py loop over this list themselves, which
+# saves a Python call in each attention call.
 RECOMPUTATION: list[Recomputation] = []
 # The code of the functions that run a whole call of a model with a plan. A stack is searched up to them.
 PLANNED_CALLS: set[CodeType] = set()

@@ -175,8 +175,8 @@ class ShardingMode(TorchFunctionMode):
     def _enter_in_graph(self) -> None:
         """Do the work of ``__enter__`` at the first shard after a gather, which begins a new call of the model.
 
-        Dynamo does not trace ``__enter__`` and ``__exit__`` of a mode that was constructed outside of the graph.
-        Gather does the work of the latter, but keeps the sequences for another gather.
+        Dynamo does not trace ``__enter__`` and ``__exit__`` of a mode that was constructed outside of the
+        graph. Gather does the work of the latter, but keeps the sequences for another gather.
         """
         if self._gathered:
             self._known = ()

@@ -169,8 +169,8 @@ class UnifiedAttnMode(LayoutMode):
         self._follows_masks = False
         # What the model computed by hand over this rank's tokens (matmul, softmax, matmul).
         self._by_hand = HandwrittenAttention(ignores_graphs=attn_func is not None)
-        # Whether a wrapper made by bound() is running after the mode was left or in a backward, with the layouts
-        # that it has stored.
+        # Whether a wrapper made by bound() is running after the mode was left or in a backward, with the
+        # layouts that it has stored.
         self._is_resumed = False
         # The sequences and explicit layouts whose plans are looked up.
         self._noted = (self._known, self._explicit)
@@ -268,9 +268,9 @@ class UnifiedAttnMode(LayoutMode):
         Args:
             function (`Callable`): The function to run under this mode.
         """
-        # A call is in one of three places: inside the mode; after it was left; or in a backward, which recomputes a
-        # checkpoint. The first uses the layouts of now and keeps them for the others, which use what was kept. A
-        # call inside a call of the others (``_is_resumed``) is inside again.
+        # A call is in one of three places: inside the mode; after it was left; or in a backward, which
+        # recomputes a checkpoint. The first uses the layouts of now and keeps them for the others, which use
+        # what was kept. A call inside a call of the others (``_is_resumed``) is inside again.
         state = self._known, self._explicit
 
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -317,8 +317,8 @@ class UnifiedAttnMode(LayoutMode):
             return call_original(func, args, kwargs or {})
         # Ask once per function: each question costs the host two Python calls.
         is_traced = torch.compiler.is_compiling()
-        # The first branch of intercept(), repeated to save a Python call per SDPA call. tests/modes/test_unified.py
-        # compares the two: the operator of torch.ops takes that branch.
+        # The first branch of intercept(), repeated to save a Python call per SDPA call.
+        # tests/modes/test_unified.py compares the two: the operator of torch.ops takes that branch.
         if func is SDPA and (is_traced or not DISPATCHER_CONTEXTS.entered):
             return self._attend(SdpaCall(*args, **(kwargs or {})), is_traced=is_traced)
         if func is set_grad_enabled and not is_traced and args == (False,):

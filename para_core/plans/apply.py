@@ -64,8 +64,8 @@ def apply_plan(
             very module.
 
     Raises:
-        ValueError: The plan names a module that does not exist. Not on one rank, if nothing is applied there; an
-            earlier plan is removed then, too.
+        ValueError: The plan names a module that does not exist. Not on one rank, if nothing is applied there;
+            an earlier plan is removed then, too.
     """
     earlier = region_of(module)
     with ExitStack() as earlier_stays:
@@ -109,8 +109,8 @@ def remove_plan(module: nn.Module) -> None:
 
 
 def _detach(module: nn.Module, region: Region) -> None:
-    """Empty the slots that ``region`` and its check have filled in ``module``, let the check forget its modules,
-    and restore the attributes that the region has set.
+    """Empty the slots that ``region`` and its check have filled in ``module``, let the check forget its
+    modules, and restore the attributes that the region has set.
     """
     # A graph may have left this rank's number of heads in the attribute: see Region.heads.
     for submodule, (attribute, heads) in region.heads.items():

@@ -189,8 +189,8 @@ class AttentionCheck:
         self._planned = planned
         described = [*planned.values()]
         wrapped = {name: part for name, part in attention_modules(module).items() if part not in described}
-        # Modules that are no longer in the model, or that the plan describes now. Not those that stay, because
-        # a graph may hold the functions in their slots.
+        # Modules that are no longer in the model, or that the plan describes now. Not those that stay,
+        # because a graph may hold the functions in their slots.
         empty_slots(set(self._wrapped.values()) - set(wrapped.values()), Slot.ATTENTION_CHECK)
         self._wrapped = wrapped
         fill_slots(self._wrapped.values(), Slot.ATTENTION_CHECK, {"__call__": self._run})

@@ -47,9 +47,9 @@ class PlannedAttnMode(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        # Test is_compiling() first: every attribute that is read while tracing becomes a guard of the graph. A
-        # reentrant checkpoint turns gradients off as it begins, and its recomputation must find the attention of
-        # now. The other kind is found at an attention call: see modes/recomputation.py.
+        # Test is_compiling() first: every attribute that is read while tracing becomes a guard of the graph.
+        # A reentrant checkpoint turns gradients off as it begins, and its recomputation must find the
+        # attention of now. The other kind is found at an attention call: see modes/recomputation.py.
         if not torch.compiler.is_compiling() and func is set_grad_enabled and args == (False,):
             for recomputation in RECOMPUTATION:
                 recomputation.gradients_disabled(partial(self.planned.bind, self.planned))
@@ -114,8 +114,8 @@ class Interception:
         """Turn interception off inside the ``with`` block: each attention call runs on one device.
 
         Raises:
-            RuntimeError: Inside of :meth:`attend_to`, whose attention has a flag ``active`` of its own, which this
-                does not change.
+            RuntimeError: Inside of :meth:`attend_to`, whose attention has a flag ``active`` of its own, which
+                this does not change.
         """
         if self.running[-1] is not self.planned:
             raise RuntimeError("interception cannot be switched off inside of attend_to().")

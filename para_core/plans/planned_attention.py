@@ -260,9 +260,9 @@ class PlannedAttention:
                 )
 
     def check_num_calls(self) -> None:
-        """Raise ``RuntimeError`` if the module of this copy made fewer attention calls than the plan describes,
-        one of them on one device, and an entry for sharded keys is left over: which call was left out is
-        unknown.
+        """Raise ``RuntimeError`` if the module of this copy made fewer attention calls than the plan
+        describes, one of them on one device, and an entry for sharded keys is left over: which call was left
+        out is unknown.
         """
         left = self.calls[self._num_calls :]
         if not self.skipped[0] and any(map(self._has_sharded_keys, left)):

@@ -249,8 +249,8 @@ class Region:
         return output
 
     def _verify_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Prepare an eager call: wrap new submodules, refuse arguments, compare them between ranks, and have the
-        model's code checked if it or the kinds of the arguments are new. Collective.
+        """Prepare an eager call: wrap new submodules, refuse arguments, compare them between ranks, and have
+        the model's code checked if it or the kinds of the arguments are new. Collective.
         """
         if self._tree is None or not self._tree.is_unchanged():
             self.attach(module)
@@ -471,9 +471,9 @@ PLANNED_CALLS.add(Region.run.__code__)
 def _kinds_of(arguments: dict[str, Any]) -> tuple[Any, ...]:
     """Return the names and types of ``arguments``, and the values of flags among them.
 
-    Which code a model runs may depend on them: attention by hand if it has to return weights, attention to other
-    tokens if there is no text. Code that a size or a number switches on is not noticed: ``verify=True`` compares each
-    size. Each step comes here, so the work is that of functions in C.
+    Which code a model runs may depend on them: attention by hand if it has to return weights, attention to
+    other tokens if there is no text. Code that a size or a number switches on is not noticed: ``verify=True``
+    compares each size. Each step comes here, so the work is that of functions in C.
     """
     names = sorted(arguments)
     values = [*map(arguments.get, names)]

@@ -142,8 +142,8 @@ class SubmoduleCalls:
         return attend
 
     def _hook_of_sums(self, attention: LinearAttention) -> Wrapper:
-        """Return the function that runs around a module of linear attention, whose sums over tokens are added up
-        over all ranks if the tokens are sharded.
+        """Return the function that runs around a module of linear attention, whose sums over tokens are added
+        up over all ranks if the tokens are sharded.
         """
 
         def attend(call: Wrapper, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:

@@ -1,5 +1,5 @@
-"""The kinds of events that a recorder reports of a model call: modules that start and end, attention calls that
-start and end, finished functions of torch, and finished operators of the dispatcher.
+"""The kinds of events that a recorder reports of a model call: modules that start and end, attention calls
+that start and end, finished functions of torch, and finished operators of the dispatcher.
 
 Their tensors are those of the call itself, never copies: an event that is kept keeps its tensors, and shows
 the values of later writes in place. Whoever compares values later must clone them while the event is handled.

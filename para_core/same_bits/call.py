@@ -128,8 +128,8 @@ class SameBitsCalls:
         empty_slot(self.module, Slot.SAME_BITS_PRODUCTS)
 
     def begin_generation(self) -> None:
-        """Forget all checks if the code of the model has changed on a rank, which would else check alone, until
-        the time-out of all ranks. Collective.
+        """Forget all checks if the code of the model has changed on a rank, which would else check alone,
+        until the time-out of all ranks. Collective.
 
         Inside of a generation, and of a transformer without a pipeline, code must be changed on all ranks.
         """

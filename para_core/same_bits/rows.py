@@ -57,8 +57,8 @@ def linear(one_process: OneProcess, tokens: Tokens, x: Tensor, *args: Any, **kwa
 
 
 def part_like(x: Tensor, padded: Tensor, first: int) -> Tensor:
-    """Return the part of ``padded`` with the rows of ``x``: the samples from ``first`` on, and the first rows along the
-    other dims but the last, which has features.
+    """Return the part of ``padded`` with the rows of ``x``: the samples from ``first`` on, and the first rows
+    along the other dims but the last, which has features.
     """
     padded = padded.narrow(0, first, x.shape[0])
     for dim in range(1, x.ndim - 1):

@@ -67,15 +67,18 @@ class TokenTags:
             # Its rows are those of the query.
             arguments = arguments[:1]
         tags = [tag for x in arguments if (tag := self._tags.get(x)) is not None]
-        if function is torch.cat and UNKNOWN not in tags:
+        if function in (torch.cat, torch.concat, torch.concatenate) and UNKNOWN not in tags:
             joined = self._join(arguments, y)
             if joined is not None:
                 return joined
+        # A view comes before what has a fitting size: its features may be as many as the tokens of its base.
+        if len(arguments) == len(tags) == 1:
+            part = self._sequences_of_part(arguments[0], tags[0], y)
+            if part != UNKNOWN:
+                return part
         fitting: set[Names] = {tag for tag in tags if tag and self._has_size(y, tag)}
         if len(fitting) == 1:
             return fitting.pop()
-        if len(arguments) == len(tags) == 1:
-            return self._sequences_of_part(arguments[0], tags[0], y)
         return UNKNOWN
 
     def _join(self, arguments: Sequence[Tensor], y: Tensor) -> Names | None:
@@ -99,13 +102,15 @@ class TokenTags:
         UNKNOWN.
         """
         size = self._one_process().count_tokens(sequences)
+        # As in OneProcess.place_in_one_process: the first dim has samples, unless there are two, and the last features.
+        dims = [dim for dim in range(max(0, min(1, x.ndim - 2)), x.ndim - 1) if x.shape[dim] == size]
         if (
             x.ndim != y.ndim
-            or size not in x.shape
+            or len(dims) != 1
             or x.untyped_storage().data_ptr() != y.untyped_storage().data_ptr()
         ):
             return UNKNOWN
-        dim = x.shape.index(size)
+        dim = dims[0]
         if x.stride(dim) != y.stride(dim):
             return UNKNOWN
         start, rest = divmod(int(y.storage_offset() - x.storage_offset()), max(1, x.stride(dim)))

@@ -7,9 +7,9 @@ must mark what it returns (:func:`.row_tag.set_rows`). The mode refuses an ``out
 rule. A rule that exchanges rows is collective: every rank runs the same functions in the same order, and
 raises :class:`MixesRows` by what is equal on all ranks.
 
-``BY_RULE`` at the end names the functions of each rule, as :func:`~para_core.torch_functions.name_of` does; no
-name may stand in two files. :mod:`para_core.same_bits.image_rows` repeats the names whose bits depend on the
-number of rows. Tests: tests/spatial/test_functions.py.
+``BY_RULE`` at the end names the functions of each rule, as :func:`~para_core.torch_functions.name_of` does;
+no name may stand in two files. :mod:`para_core.same_bits.image_rows` repeats the names whose bits depend on
+the number of rows. Tests: tests/spatial/test_functions.py.
 """
 
 from __future__ import annotations

@@ -24,8 +24,8 @@ from para_core.torch_functions import Function, name_of
 def run_reorder(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
     """Run ``permute``, ``transpose``, ``unsqueeze`` and other functions that move or add dims."""
     x, rows = only_first(func, args, kwargs)
-    # Find the new index of the sharded dim with a meta tensor whose dims all have different sizes. A new dim has
-    # size 1.
+    # Find the new index of the sharded dim with a meta tensor whose dims all have different sizes. A new dim
+    # has size 1.
     like = torch.empty([dim + 2 for dim in range(x.ndim)], device="meta")
     named = {name: like if value is x else value for name, value in kwargs.items()}
     shape = func(*[like if value is x else value for value in args], **named).shape
@@ -179,8 +179,8 @@ def _local_index(
 
 
 def _parts_of_index(index: Any, ndim: int) -> list[Any]:
-    """Return a part of ``index`` for each of ``ndim`` dims, and None for each new dim: whole slices stand in place of
-    an ellipsis and for the last dims.
+    """Return a part of ``index`` for each of ``ndim`` dims, and None for each new dim: whole slices stand in
+    place of an ellipsis and for the last dims.
     """
     parts = list(index) if isinstance(index, tuple) else [index]
     consumed = sum(part is not None and part is not Ellipsis for part in parts)
@@ -211,8 +211,8 @@ def _is_number(part: Any) -> bool:
 
 def _kept_rows(part: Any, rows: RowTag) -> tuple[Sizes, list[slice]] | None:
     """Return the sizes of the rows that ``part`` of an index keeps, and the slice of each rank's own rows.
-    Return None if it is no slice or has a step, if a rank would keep no row, or if it cuts a dim that contains
-    several frames.
+    Return None if it is no slice or has a step, if a rank would keep no row, or if it cuts a dim that
+    contains several frames.
     """
     total = sum(rows.sizes)
     if not isinstance(part, slice) or part.step not in (None, 1):

@@ -110,8 +110,8 @@ class Verification:
         inputs = ModelInputs(args, kwargs).copy()
         earlier = last_outcomes(module)
         output = call(called, *args, **kwargs)
-        # The decisions of this call; a call without a cache makes none. The cache of another pipeline with this
-        # model still has the last outcome of its own.
+        # The decisions of this call; a call without a cache makes none. The cache of another pipeline with
+        # this model still has the last outcome of its own.
         outcomes = [
             outcome for outcome in last_outcomes(module) if not any(outcome is before for before in earlier)
         ]

@@ -61,7 +61,7 @@ class PatchRuleExecutor(RuleExecutor):
         """
         if name in self._in_first_patch:
             return Segment(name, total, together=max(total, 1))
-        num_frames = self._num_frames or total
+        num_frames = self._num_frames or max(total, 1)
         if total % num_frames:
             raise ValueError(f"{name} has {total} entries; expected a multiple of the {num_frames} frames.")
         return Segment(name, total, together=max(total // num_frames, 1))

@@ -97,8 +97,8 @@ def _raise_undivided_heads(number: int, cls: str, ranks: int) -> NoReturn:
 def _check_norms(module: nn.Module, plan: TensorPlan, cls: str, ranks: int) -> None:
     """Raise ``ValueError`` if a norm over all heads is no RMS norm, or the ranks do not divide its channels.
 
-    A norm is taken for an RMS norm if it is no ``nn.LayerNorm`` and has no bias, because libraries have RMS norms of
-    their own.
+    A norm is taken for an RMS norm if it is no ``nn.LayerNorm`` and has no bias, because libraries have RMS
+    norms of their own.
     """
     for name, norm in planned_norms(module, plan).items():
         _check_forward(name, norm, cls)
@@ -165,9 +165,9 @@ def _check_linear(name: str, linear: Any, cls: str) -> None:
 def _check_all_planned(module: nn.Module, linears: dict[str, tuple[nn.Module, Linear]]) -> None:
     """Raise ``ValueError`` if an attention module has linear layers that the plan does not name.
 
-    Such a layer would compute all heads, while the other layers compute only this rank's heads. A module is taken
-    for attention if it has an int ``heads``, as in diffusers, and the plan names a linear layer that it holds
-    itself. Attention with a number of heads of another name is not checked.
+    Such a layer would compute all heads, while the other layers compute only this rank's heads. A module is
+    taken for attention if it has an int ``heads``, as in diffusers, and the plan names a linear layer that it
+    holds itself. Attention with a number of heads of another name is not checked.
     """
     owners = {name.rpartition(".")[0] for name in linears}
     for at, attention in module.named_modules():

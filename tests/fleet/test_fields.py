@@ -211,6 +211,7 @@ NEGATIVE = {"negative_prompt": "text"}
         ("ZImagePipeline", {**NEGATIVE, "guidance_scale": 0.5}, None),
         ("ZImagePipeline", {**NEGATIVE, "guidance_scale": 0.0}, "guidance_scale"),
         ("LTX2Pipeline", {**NEGATIVE, "guidance_scale": 1.0}, None),
+        ("KandinskyV22CombinedPipeline", {**NEGATIVE, "guidance_scale": 1.0}, None),
         ("LTX2Pipeline", {**NEGATIVE, "guidance_scale": 1.0, "audio_guidance_scale": 1.0}, "guidance_scale"),
     ],
 )

@@ -54,6 +54,7 @@ def test_one_rank_leaves_out_what_several_ranks_share():
     shared |= {"rotate_method": "allgather", "comm_dtype": "int8"}
     kept = {"cache": 0.1, "quantize": "int8", "vae_placement": "offload"}
     assert on_one_rank(Recipe("model", mesh=(("tensor", 2),), **shared, **kept)) == Recipe("model", **kept)
+    assert on_one_rank(Recipe("model", text_encoders="first")).text_encoders == "first"
 
 
 # Options that change results by more than rounding, and options that do not.

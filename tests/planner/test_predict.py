@@ -189,12 +189,13 @@ def test_demands_are_those_of_every_row():
             rows = plan_mesh("FLUX.1-dev", ranks=ranks, device=device, weights=weights).rows
             expected = None if weights == "replicate" or ranks == 1 else weights
             assert {row.options.get("weights") for row in rows} == {expected}
-    for mesh, expected in (
-        ({"ring": 2}, (1, 1, 2, 2, 1)),
-        ({"tensor": 2, "ring": 8}, (1, 1, 2, 1, 2)),
-        ({"pipe": 2, "ulysses": 2}, (1, 2, 1, 2, 1)),
+    for ranks, mesh, expected in (
+        (4, {"ring": 2}, (1, 1, 2, 2, 1)),
+        (4, {"tensor": 2, "ring": 8}, (1, 1, 2, 1, 2)),
+        (4, {"pipe": 2, "ulysses": 2}, (1, 2, 1, 2, 1)),
+        (32, {"batch": 1}, (1, 1, 4, 8, 1)),  # No Ulysses group spans two hosts of 8.
     ):
-        rows = plan_mesh("Wan 2.1 14B", ranks=4, mesh=mesh).rows
+        rows = plan_mesh("Wan 2.1 14B", ranks=ranks, mesh=mesh).rows
         assert {(x.batch, x.pipe, x.ring, x.ulysses, x.tensor) for x in (row.shape for row in rows)} == {expected}
     for ranks in (1, 2):
         rows = plan_mesh("FLUX.1-dev", ranks=ranks, offload="blocks").rows

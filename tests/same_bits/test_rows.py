@@ -167,10 +167,11 @@ def test_tokens_are_followed_to_what_is_computed_from_them():
         out = out.transpose(1, 2).flatten(2)
         features, _ = out.chunk(2, dim=2)
         parts = [*features.split([4, 4, 5], dim=1), features[:, 4:], features[:, 1:5]]
+        parts.append(torch.cat([a, b], dim=1)[..., :9][:, :4])  # as many features as tokens
         added, pooled, modulation = a + parts[1].repeat(1, 1, 2), out.mean(1), text.mean(1)
         learned = F.scaled_dot_product_attention(text, a, a)
     assert tags.sequences_of(joint) == tags.sequences_of(out) == tags.sequences_of(features) == (4, "a", "b")
-    assert [*map(tags.sequences_of, parts)] == [None, ("a",), ("b",), ("a", "b"), UNKNOWN]
+    assert [*map(tags.sequences_of, parts)] == [None, ("a",), ("b",), ("a", "b"), UNKNOWN, ("a",)]
     assert [*map(tags.sequences_of, (added, pooled, modulation, learned))] == [("a",), UNKNOWN, None, UNKNOWN]
 
 

@@ -64,8 +64,8 @@ def _gradients_in_grid(
 
     All ranks start the same all-to-alls in the same order: of the row's queries, of the column's keys, of the
     gradients of queries, of the gradients of keys. Each rank has others in its row, unless the grid has one
-    column, and in its column, because ``choose_grid`` never returns a single row. ``into.mask`` has the rows of
-    this rank's queries, then those of the row's other ranks.
+    column, and in its column, because ``choose_grid`` never returns a single row. ``into.mask`` has the rows
+    of this rank's queries, then those of the row's other ranks.
     """
     query, dim, sizes = into.query, grid.plan.dim, grid.row_sizes
     num_own, width, value_width = query.shape[2], query.shape[3], value.shape[3]
@@ -92,8 +92,8 @@ def _gradients_in_grid(
 
 
 def _return_gradients(grid: Grid2D, own_grads: Block, grads: Block) -> None:
-    """Send ``grads``, of the keys and values of the column's other ranks, back to these, and add what they return to
-    ``own_grads``. Collective.
+    """Send ``grads``, of the keys and values of the column's other ranks, back to these, and add what they
+    return to ``own_grads``. Collective.
     """
     num_sent = [sum([length for _, length in grid.plan.sent_runs])] * len(grid.column)
     sent = join_by_token(*grads)

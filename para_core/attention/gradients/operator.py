@@ -62,8 +62,8 @@ def _outputs(saved: Saved | None, plan: AttentionPlan) -> tuple[Tensor, ...]:
 def _save(ctx: Any, inputs: Sequence[Any], output: Sequence[Tensor], plan: AttentionPlan) -> None:
     """Save for the backward what :class:`Saved` holds, from the inputs and outputs of an operator or function.
 
-    The saved tensors are the mask, a marker that is not read, and the fields of :class:`Saved` in their order.
-    :func:`_begin_backward` reads what else is set.
+    The saved tensors are the mask, a marker that is not read, and the fields of :class:`Saved` in their
+    order. :func:`_begin_backward` reads what else is set.
     """
     query, key, value, mask, *_ = inputs
     out, lse, block_query, block_key, block_value, block_out, *_ = output
