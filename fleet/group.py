@@ -92,9 +92,9 @@ class RayReplica(Replica):
         # Ray must not restart a rank alone: the other ranks would wait for it, so the whole replica restarts.
         resources = {"num_cpus": bundle["CPU"], "num_gpus": bundle.get("GPU", 0), "max_restarts": 0}
         for rank in range(ranks):
-            place = PlacementGroupSchedulingStrategy(placement, placement_group_bundle_index=rank)
-            placed = actor.options(scheduling_strategy=place, **resources)
-            actors.append(placed.remote(self._recipe, rank, self._options))
+            scheduling = PlacementGroupSchedulingStrategy(placement, placement_group_bundle_index=rank)
+            of_rank = actor.options(scheduling_strategy=scheduling, **resources)
+            actors.append(of_rank.remote(self._recipe, rank, self._options))
 
     async def _load_actors(self, actors: Sequence[Any]) -> None:
         """Connect the ranks and load the pipeline on them. Raise RankDied or Ray's error if one cannot, or

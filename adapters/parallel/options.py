@@ -266,5 +266,4 @@ class ParallelOptions(TransformerOptions, PipelineChoices):
         if self.weights == "tensor":
             names.append("weights")
         values = values_of(self, ParallelOptions)
-        given = {name: values[name] for name in names}
-        return {name: value for name, value in given.items() if value is not None and value is not False}
+        return {name: values[name] for name in names if values[name] is not None and values[name] is not False}

@@ -259,7 +259,7 @@ class _CallObserver:
             output = event.args[0]  # An assignment to a part of a tensor returns None.
         self._sources.set(output, sources)
         if any(output is x for x in operands) and _writes(event):
-            # A write to a view is one to its base, of which the model may make other views.
+            # A write to a view is one to its base, and the model may make other views of the base.
             base = owner_of(output)
             self._sources.set(base, sources | self._sources.sources_of([base]))
         if is_derived and not event.name:

@@ -105,7 +105,7 @@ def check_shards_in_sequence(module: nn.Module, name: str) -> None:
     """Refuse weights sharded over ranks that may run different blocks.
 
     Only their numbers are compared: that these ranks are those of the sequence is left to the user. A model
-    of which the user has sharded only the blocks is not checked.
+    is not checked if the user has sharded only its blocks.
     """
     # Test the class first: each call of a model asks this, and ranks_per_copy looks at all parameters.
     if not is_sharded(module):

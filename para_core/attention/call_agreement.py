@@ -230,9 +230,9 @@ def settle_masks(
 
 
 def _of_size(mask: Tensor | None, rows: int, columns: int, code: int, query: Tensor) -> Tensor:
-    """Return the first ``rows`` and ``columns`` of ``mask``, of which a single row is expanded. Without a
-    row, or without a mask, return one that hides nothing, of the dtype and leading dims that
-    :func:`_mask_code` encoded in ``code``.
+    """Return the first ``rows`` and ``columns`` of ``mask``, after a single row was expanded. Without a row, or
+    without a mask, return one that hides nothing, with the dtype and leading dims that :func:`_mask_code`
+    encoded in ``code``.
     """
     if mask is not None and rows > mask.shape[-2] == 1:
         mask = mask.expand(*mask.shape[:-2], rows, mask.shape[-1])

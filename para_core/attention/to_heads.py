@@ -64,7 +64,8 @@ class ToHeads(Swap):
         if len(groups) == 1 and len(shapes.tables) == 1:
             pack = partial(_pack_one_group, groups[0])
         elif torch.is_grad_enabled() or torch.compiler.is_compiling():
-            # Autograd and graphs need a concatenation in place of a buffer that is written.
+            # Autograd and graphs need a concatenation in place of a buffer that is written. Swap.exchange plans
+            # apart for calls with and without gradients.
             pack = partial(self._pack_slices, shapes)
         else:
             pack = partial(self._pack_groups, shapes, groups, numel)

@@ -3,9 +3,10 @@
 Ulysses exchanges tokens for heads inside each group of Ulysses ranks, and the groups form a ring.
 
 :class:`~para_core.attention.mesh_attention.MeshAttention`, which validates a call before, calls
-:func:`usp_forward` through the operators of :mod:`.operator` and :mod:`.gradients.operator`, or, where it knows that
-autocast is off, :func:`attend_over_mesh` itself. The backward is :mod:`para_core.attention.gradients.usp`. Tests:
-tests/attention/test_exactness.py and tests/attention/test_launches.py.
+:func:`usp_forward`, directly or through the operators of :mod:`.operator` and :mod:`.gradients.operator`. Where it
+knows that autocast is off, it calls :func:`attend_over_mesh`. The backward is
+:mod:`para_core.attention.gradients.usp`. Tests: tests/attention/test_exactness.py and
+tests/attention/test_launches.py.
 """
 
 from __future__ import annotations

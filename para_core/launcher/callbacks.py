@@ -123,7 +123,7 @@ class Relay:
 
 def _body_of(arguments: CallbackArguments) -> Body:
     """Return the pickled arguments, or the reason why they cannot be sent: the caller raises it, and answers
-    all ranks, of which this one must not raise alone.
+    all ranks. This rank must not raise alone.
     """
     try:
         return Body.of(arguments)

@@ -135,7 +135,7 @@ def register_operator(matches: Callable[[Any], bool], route: Route) -> None:
     Raises:
         RuntimeError: An operator was looked up before: the result is kept, and graphs take it for a constant.
     """
-    # Functions, masks and explanations are looked up in each call, outside of graphs, so these need no such check.
+    # No result is kept of the other look-ups, so the other functions here need no such check.
     if _index_of_operator.cache_info().currsize:
         raise RuntimeError("register operators on import, before the first call of a model.")
     _OPERATORS.append((matches, route))

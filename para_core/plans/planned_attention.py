@@ -290,7 +290,7 @@ class PlannedAttention:
                 f"attn_mask has {mask.shape[-1]} columns, and Attention(mask='keys') is for those of this rank's "
                 f"{key.shape[-2]} keys. Expand the mask along the keys, or leave mask='keys' out of the plan."
             )
-        # Its rows may be this rank's, too, and a MeshAttention takes a mask of which at most one dim is.
+        # Its rows may be this rank's, too, and a MeshAttention takes at most one dim of a mask that is local.
         _, key_layout = planned_layouts(
             attention, segments_of(self.segments), self.mesh, query.shape[-2], key.shape[-2]
         )
