@@ -19,6 +19,8 @@ from typing import Any
 
 import typer
 
+from para_core.option_values import require_unique_keys
+
 SUFFIXES = (".yaml", ".yml", ".json", ".toml")
 # Names that the command line accepts in place of an option's own name.
 ALIASES = {"attention-backend": "backend"}
@@ -260,15 +262,6 @@ def _parse(path: Path) -> dict[str, Any]:
     return content
 
 
-def _make_dict(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    content: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in content:
-            raise ValueError(f"{key[:40]!r} is there twice")
-        content[key] = value
-    return content
-
-
 def _parse_yaml(text: str) -> Any:
     import yaml
 
@@ -284,7 +277,7 @@ def _parse_yaml(text: str) -> Any:
 
 def _yaml_value(node: Any) -> Any:
     if node.id == "mapping":
-        return _make_dict(_yaml_pairs(node))
+        return require_unique_keys(_yaml_pairs(node))
     if node.id == "sequence":
         return [_yaml_value(item) for item in node.value]
     # Only a plain scalar has no style.
@@ -301,7 +294,9 @@ def _yaml_pairs(node: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _parse_json(text: str) -> Any:
-    return json.loads(text, object_pairs_hook=_make_dict, parse_float=str, parse_int=str, parse_constant=str)
+    return json.loads(
+        text, object_pairs_hook=require_unique_keys, parse_float=str, parse_int=str, parse_constant=str
+    )
 
 
 def _parse_toml(text: str) -> Any:

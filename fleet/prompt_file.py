@@ -9,7 +9,7 @@ cannot be read tests/cli/test_refusals.py.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from para_core.fleet.image_files import read_image_file
 from para_core.fleet.pipeline_info import PipelineInfo
 from para_core.fleet.request import Request, make_request
 from para_core.fleet.request_schema import merge_fields, request_schema
+from para_core.option_values import require_unique_keys
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ def read_prompts(
         try:
             values: Any = {"prompt": text.strip()}
             if not is_plain:
-                values = json.loads(text, object_pairs_hook=_make_object)
+                values = json.loads(text, object_pairs_hook=require_unique_keys)
             if not isinstance(values, dict):
                 raise ValueError(
                     f'it is {text.strip()[:40]!r}; expected an object such as {{"prompt": "a red circle"}}.'
@@ -89,16 +90,6 @@ def read_prompts(
         else:
             lines.append(Line(number, request))
     return lines, problems
-
-
-def _make_object(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    """Return the pairs of a JSON object as a dict. Raise ValueError if two have the same key."""
-    fields: dict[str, Any] = {}
-    for name, value in pairs:
-        if name in fields:
-            raise ValueError(f"field {name!r} is set twice; expected it once.")
-        fields[name] = value
-    return fields
 
 
 def read_contents(path: Path) -> str:

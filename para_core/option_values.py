@@ -1,15 +1,15 @@
-"""The values of options that are names, the tables of what stands behind some of them, and two rules for values that
-commands and the library share. Imports no torch, so that a command can validate its options at once.
+"""The values of options that are names, the tables of what stands behind some of them, and three rules for values
+that commands and the library share. Imports no torch, so that a command can validate its options at once.
 
 The options themselves are declared in :mod:`.pipeline_options` and
 :mod:`para_core.attention.attention_options`. Tests: tests/attention/test_backend_selection.py,
-tests/weights/test_quantized_files.py.
+tests/weights/test_quantized_files.py, tests/cli/test_option_files.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias, get_args
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, get_args
 
 
 class AddedBackend(NamedTuple):
@@ -126,3 +126,17 @@ def num_resident(resident_blocks: int | None) -> int:
     if resident_blocks is None:
         return 1
     return resident_blocks
+
+
+def require_unique_keys(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the pairs of a JSON object, or of a mapping of YAML, as a dict.
+
+    Raises:
+        ValueError: Two have the same key, of which the last value would count in silence.
+    """
+    content: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in content:
+            raise ValueError(f"{key[:40]!r} is there twice.")
+        content[key] = value
+    return content

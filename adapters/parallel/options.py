@@ -266,4 +266,6 @@ class ParallelOptions(TransformerOptions, PipelineChoices):
         if self.weights == "tensor":
             names.append("weights")
         values = values_of(self, ParallelOptions)
-        return {name: values[name] for name in names if values[name] is not None and values[name] is not False}
+        return {
+            name: values[name] for name in names if values[name] is not None and values[name] is not False
+        }

@@ -189,7 +189,7 @@ def test_lines_of_a_prompt_file(tmp_path):
     path = tmp_path / "prompts.jsonl"
     path.write_text("\n".join([*map(json.dumps, lines), '{"prompt": "a", "prompt": "b"}']))
     valid, problems = read_prompts(path, describe_class("", FluxPipeline, {}), {"size": "64x48", "steps": 5})
-    words = ("nested", "'prompt' is set twice")
+    words = ("nested", "'prompt' is there twice")
     assert [(each.number, [x in each.reason for x in words]) for each in problems] == [(4, [1, 0]), (5, [0, 1])]
     # A line overrides the options of the command, whichever name they have.
     names = ("width", "height", "num_inference_steps")
