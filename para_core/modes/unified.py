@@ -4,9 +4,9 @@ Users enter them around their own models; a model with a plan has :mod:`para_cor
 Attention itself is computed by :mod:`para_core.attention.mesh_attention`.
 
 Where the state of a mode is written: ``_is_sdpa`` in ``__init__`` alone; ``_depth`` in :mod:`.sharding_mode`, on
-entering and leaving; ``_follows_masks`` in ``_note_sharded``, which never clears it; ``_noted`` in ``_note_state``; ``_is_resumed`` in
-``_resume``;
-``intercepted`` in ``_begin``, in ``_resume``, at each attention call, and by :mod:`para_core.plans.current_call`.
+entering and leaving; ``_follows_masks`` in ``_note_sharded``, which never clears it; ``_noted`` in
+``_note_state``; ``_is_resumed`` in ``_resume``; ``intercepted`` in ``_begin``, in ``_resume``, at each attention
+call, and by :mod:`para_core.plans.current_call`.
 
 Tests: tests/modes/test_unified.py, tests/attention/test_exactness.py; of ``bound`` and its branches also
 tests/modes/test_recomputation.py and tests/test_compile.py.
