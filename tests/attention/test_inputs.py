@@ -159,9 +159,6 @@ def test_replicated_keys_and_local_masks_are_declared(rank_pool, ring, ulysses):
             assert relative_error(out, whole) < 1e-5
 
 
-# -- Attention of the user's own.
-
-
 def attend_by_own(ring, ulysses):
     """Return the result of an attention that doubles, and how often it was tried out."""
     mesh, probes = cpu_mesh(ring, ulysses), []

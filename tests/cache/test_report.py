@@ -46,6 +46,7 @@ def test_a_report_is_read_written_and_plotted(tmp_path):
     assert (written["computed"], written["hits"], written["dropped"]) == (5, 3, 0)
     assert (written["rule"], written["forecast"]) == ("first_block", "taylor 1")
     rows = [row for row in written["rows"] if row["branch"] == "cond"]
+    assert rows[0]["difference"] is None
     assert [row["verdict"] for row in rows] == ["warmup", "warmup", "hit", "miss"]
     assert [row["forecast_from"] for row in rows] == [0, 0, 2, 0]
 
@@ -76,13 +77,16 @@ def test_plot_says_why_a_step_has_no_difference(options, first, crosses):
     assert len(replace(cache_report(pipe), rows=rows)._figure().axes[0].collections) == 2
 
 
-def test_endless_loop_keeps_last_calls_and_counts_others(monkeypatch):
+def test_endless_loop_keeps_last_calls_and_counts_others(monkeypatch, tmp_path):
     monkeypatch.setattr(call_readings, "MOST_READINGS", 5)
     model = apply_cache(Scripted(), BLOCKS, residual_diff_threshold=0.0)
     call_model(model, *range(1, 13))
     report = model_cache_report(model)
     assert (len(report.rows), report.dropped) == (5, 7)
+    assert report.seconds == pytest.approx(sum(row.seconds for row in report.rows))
     assert "7 earlier calls" in str(report)
+    report.to_json(tmp_path / "report.json")
+    assert json.loads((tmp_path / "report.json").read_text())["dropped"] == 7
     reset_cache(model)
     call_model(model, 1.0, 2.0)
     assert (len(model_cache_report(model).rows), model_cache_report(model).dropped) == (2, 0)

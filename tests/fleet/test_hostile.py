@@ -70,6 +70,8 @@ CORPUS = {
     "own page": (200, "", request(extra=b"Origin: http://127.0.0.1\r\n")),
     "forwarded page": (403, "", request(extra=b"Origin: http://e.org\r\nX-Forwarded-Host: e.org\r\n")),
     "id as a path": (409, "X-Request-Id", request(extra=b"X-Request-Id: ../../x\r\n")),
+    "id too long": (409, "X-Request-Id", request(extra=b"X-Request-Id: " + b"a" * 65 + b"\r\n")),
+    "file of no result": (404, "'x'", get("/v1/files/x/0")),
     "GET of a POST route": (405, f"POST {PATH}", get(PATH)),
     "result that cannot be encoded": (500, "cannot be encoded: no encoder", request({"prompt": "not encoded"})),
     "huge header": (431, "", request(extra=b"X: " + b"a" * 200_000 + b"\r\n")),

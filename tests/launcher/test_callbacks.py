@@ -111,6 +111,7 @@ REFUSED = {
     "returns a generator": (lambda pipe, flux: {"latents": (x for x in range(3))}, TypeError, "cannot be sent"),
     "returns no dict, as in one process": (lambda pipe, flux: 3, AttributeError, "pop"),
     "calls the pipeline": (lambda pipe, flux: images(flux), *CALL),
+    "runs a function": (lambda pipe, flux: flux.run(id), *CALL),
     "awaits a call": (lambda pipe, flux: asyncio.run(flux.call()), *CALL),
     "restarts": (lambda pipe, flux: flux.restart(), *CALL),
 }

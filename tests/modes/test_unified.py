@@ -32,9 +32,6 @@ def attend_whole(mode, S=13, H=3, **options):
 on_one_device = partial(attend_whole, None)
 
 
-# -- Modules that attend.
-
-
 class Attention(nn.Module):
     def __init__(self, width, heads, **options):
         super().__init__()
@@ -171,9 +168,6 @@ def test_unseen_attention_raises(rank_pool):
     rank_pool.run(call_what_no_mode_sees, 2)
 
 
-# -- On and off.
-
-
 def nest_modes():
     """Nest a mode whose mesh is one half of the ranks in another mode, which applies again afterwards."""
     mesh = cpu_mesh(2, 2)
@@ -261,9 +255,6 @@ def test_two_threads_have_modes_and_meshes_of_their_own(rank_pool):
         for index, outs in enumerate(both):
             assert all(relative_error(out, on_one_device(13 + index, seed=index)) < 1e-5 for out in outs)
         assert restored, "a switch of torch was left as the other thread had it"
-
-
-# -- Which sequence a tensor belongs to.
 
 
 DTYPES = [torch.bool, torch.uint8, torch.int64, torch.float16, torch.bfloat16]

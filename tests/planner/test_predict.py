@@ -233,5 +233,7 @@ def test_first_line_states_seconds_bytes_and_cards():
 
 def test_weights_alone_are_compared_with_the_device():
     some = Workload("a unet", GenerationSizes(0, 0, 1, 0), 0, Weights(ModuleBytes(), other=5e9), uncounted="not known.")
-    assert predict_meshes(some, machine(), 2).best.memory == 5e9
+    plan = predict_meshes(some, machine(), 2)
+    assert plan.best.runs and plan.best.memory == 5e9
+    assert re.match(r"a unet, weights alone: fits 2 × H100.*not predicted: not known\.", plan.verdict)
     assert not predict_meshes(some, machine(room=4e9), 1).best.runs

@@ -27,6 +27,12 @@ def test_report(cases, error, words):
     assert words in str(check).partition("First")[2] and "None" not in str(check)
 
 
+def test_columns_of_the_report_are_aligned():
+    sizes = [(2, 9), (12, 100), (128, 1234567), (2, None)]
+    lines = [str(CheckedCase("ring", ranks, tokens, error=0.5)) for ranks, tokens in sizes]
+    assert len({line.index("5.0e-01") for line in lines}) == 1
+
+
 def test_results_that_contradict_themselves_are_refused():
     for results in ({}, {"error": 0.0, "failure": "it failed"}):
         with pytest.raises(ValueError, match="error is"):
