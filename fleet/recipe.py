@@ -271,6 +271,7 @@ def on_one_rank(recipe: Recipe) -> Recipe:
 
     ``pipefusion`` stays, because one rank computes the same approximation (docs/stages.md).
     """
+    # FSDP2 shards weights over several ranks only, also where other values of an option do something on one.
     options = [
         each
         for each in declarations(Recipe)

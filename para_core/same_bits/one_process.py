@@ -39,6 +39,15 @@ Sequences = Names | None
 Tokens = tuple[int, Place] | None
 
 
+def token_dims(x: Tensor) -> range:
+    """Return the dims of ``x`` that may have tokens: the last has features, and the first samples, unless there
+    are two dims.
+    """
+    if x.ndim == 2:
+        return range(1)
+    return range(1, x.ndim - 1)
+
+
 @dataclass(frozen=True)
 class OneProcess:
     """The call of one process, whose part this rank computes.
@@ -68,9 +77,9 @@ class OneProcess:
         """Return the dim of ``x`` that has this rank's tokens of ``sequences``, and their place in one
         process; None if no dim has.
 
-        The last dim has features. The first has samples, unless there are two dims: such rows are samples if
-        there are as many, and tokens, or tokens of each sample, otherwise. The place of UNKNOWN sequences is
-        a guess by sizes, which all ranks together check
+        It is one of :func:`token_dims`. The rows of a matrix are samples if there are as many, and tokens, or
+        tokens of each sample, otherwise. The place of UNKNOWN sequences is a guess by sizes, which all ranks
+        together check
         (:func:`~para_core.same_bits.products.find_differences`).
         """
         if self.ranks == 1 or sequences is None:
@@ -81,7 +90,7 @@ class OneProcess:
             places = {size: place}
         if x.ndim == 2:
             return self._place_of_rows(x.shape[0], places)
-        for dim in range(x.ndim - 2, 0, -1):
+        for dim in reversed(token_dims(x)):
             if x.shape[dim] in places:
                 return dim, places[x.shape[dim]]
         return None

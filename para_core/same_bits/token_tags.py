@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from para_core.recorder.events import Event, FunctionCall
-from para_core.same_bits.one_process import UNKNOWN, Names, OneProcess, Sequences
+from para_core.same_bits.one_process import UNKNOWN, Names, OneProcess, Sequences, token_dims
 from para_core.torch_internals import scaled_dot_product_attention, tree_leaves
 
 
@@ -102,8 +102,7 @@ class TokenTags:
         UNKNOWN.
         """
         size = self._one_process().count_tokens(sequences)
-        # As in OneProcess.place_in_one_process: the first dim has samples, unless there are two, and the last features.
-        dims = [dim for dim in range(max(0, min(1, x.ndim - 2)), x.ndim - 1) if x.shape[dim] == size]
+        dims = [dim for dim in token_dims(x) if x.shape[dim] == size]
         if (
             x.ndim != y.ndim
             or len(dims) != 1
